@@ -1,0 +1,1 @@
+"""Training language-model agents by reinforcement learning and self-distillation, in JAX."""
