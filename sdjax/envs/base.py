@@ -69,6 +69,15 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpertTurn:
+    """One turn of an expert, for warm starts: what it saw, what it thought (a few words) and what it did."""
+
+    observation: Observation
+    action: str
+    thought: str
+
+
+@dataclass(frozen=True)
 class Panel:
     """A fixed evaluation set: ordered task ids, each exactly once, with a hash over ids and data."""
 
@@ -90,6 +99,10 @@ class Benchmark(Protocol):
 
     def family(self, task_id: str) -> str:
         """Task family for skill routing and per-family scores."""
+        ...
+
+    def expert_episode(self, task_id: str, kind: str, seed: int, max_turns: int) -> list[ExpertTurn]:
+        """A winning episode of an expert, or an empty list if it did not win within ``max_turns``."""
         ...
 
     def provenance(self) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Makes the starting point of the quickstart: a tiny tokenizer and model, warm-started on expert games.
+
+    python -m experiments.make_quickstart_model --workdir=runs/warm_start
+
+Writes experiments/quickstart_model (about 1 MB). The tokenizer is trained on the games' own text, the weights start at
+random and are trained for a few minutes on generated games that no run of the quickstart uses for validation.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+
+from experiments import quickstart
+from sdjax.config import RunConfig, load
+from sdjax.envs import make_benchmark
+from sdjax.envs.prompts import PromptTemplate
+from sdjax.models.tiny import write_tiny_checkpoint
+from sdjax.teacher.skills import SkillBank
+from sdjax.train.rundir import RunDir
+from sdjax.train.sft import WarmStart
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/warm_start", "Where the warm start runs.")
+_STEPS = flags.DEFINE_integer("steps", None, "Updates, instead of the number in the config.")
+_OUT = flags.DEFINE_string("out", str(quickstart.WARM_START), "Where the model is written.")
+_CORPUS_GAMES = 400
+
+
+def corpus(config: RunConfig) -> Iterator[str]:
+    """Every text the model reads or writes: prompts and answers of expert games, and the teacher's skills."""
+    benchmark = make_benchmark(config.env)
+    template = PromptTemplate.load(config.env.name, config.env.template, config.env.history)
+    for task in benchmark.task_ids(config.env.train_split)[:_CORPUS_GAMES]:
+        past: list[tuple[str, str]] = []
+        for turn in benchmark.expert_episode(task, config.sft.expert, 0, config.env.turns):
+            observation = turn.observation
+            yield template.render(observation.task, observation.text, observation.admissible, past, len(past))
+            yield template.answer(turn.thought, turn.action)
+            past.append((observation.text, turn.action))
+    yield from SkillBank.load(config.teacher.bank).texts().values()
+
+
+def main(_: list[str]) -> None:
+    workdir = Path(_WORKDIR.value)
+    values = quickstart.get_config("warm_start")
+    values.model.path = str(workdir / "random")
+    if _STEPS.value:
+        values.sft.steps = _STEPS.value
+    config = load(values)
+    if not (workdir / "random" / "config.json").exists():
+        write_tiny_checkpoint(workdir / "random", corpus(config), **quickstart.TINY)
+    with RunDir(workdir) as directory:
+        WarmStart(config, directory, Console()).run()
+    shutil.rmtree(_OUT.value, ignore_errors=True)
+    shutil.copytree(workdir / "model", _OUT.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

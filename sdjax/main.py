@@ -1,0 +1,80 @@
+"""Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode={train,sft,eval,report}``.
+
+Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where the
+last one stopped; a finished run returns at once.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import config_flags
+from rich.console import Console
+
+from sdjax.errors import ConfigError, SdjaxError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run (train, sft, eval) or of the report.")
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "sft", "eval", "report"], "What to do.")
+_RUNS = flags.DEFINE_list("runs", [], "Run directories of a report, or folders that contain some.")
+
+_CONFIG_EXIT_CODE, _FAILED_EXIT_CODE = 2, 1
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    console = Console()
+    try:
+        return _run(console)
+    except SdjaxError as error:
+        from sdjax.train.rundir import LOCKED_EXIT_CODE, Locked
+
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]", end=" ")
+        print(error, file=sys.stderr)
+        if isinstance(error, Locked):
+            return LOCKED_EXIT_CODE
+        return _CONFIG_EXIT_CODE if isinstance(error, ConfigError) else _FAILED_EXIT_CODE
+
+
+def _run(console: Console) -> int:
+    if not _WORKDIR.value:
+        raise ConfigError("--workdir is missing.", "add --workdir=runs/NAME.")
+    workdir = Path(_WORKDIR.value)
+    if _MODE.value == "report":
+        from sdjax.report import build_report, find_runs
+
+        out = build_report(find_runs([Path(r) for r in _RUNS.value] or [workdir]), workdir / "report.html")
+        console.print(f"report: {out}")
+        return 0
+    if _CONFIG.value is None:
+        raise ConfigError("--config is missing.", "add --config=experiments/quickstart.py, for example.")
+
+    from sdjax.config import load, resolved
+    from sdjax.train.rundir import RunDir
+
+    config = load(_CONFIG.value)
+    # Orbax and absl report every checkpoint at INFO; the run's own lines say more.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    with RunDir(workdir) as directory:
+        if _MODE.value == "sft":
+            from sdjax.train.sft import WarmStart
+
+            WarmStart(config, directory, console).run()
+            return 0
+        from sdjax.train.trainer import Trainer, evaluate_only
+
+        if _MODE.value == "eval":
+            evaluate_only(config, directory, console)
+            return 0
+        if directory.done.exists():
+            directory.write_config(resolved(config))
+            console.print(f"{workdir}: finished ({directory.done.name} exists); nothing to do.")
+            return 0
+        Trainer(config, directory, console).run()
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,45 @@
+"""SDAR and GRPO+OPSD: gated pull of the sampled tokens towards a skill-conditioned teacher (methods.md, 5.1 and 5.2)."""
+
+from dataclasses import dataclass
+
+from sdjax import losses
+from sdjax.methods.base import Coefficients, Method
+from sdjax.methods.registry import register
+
+
+@register
+class Sdar(Method):
+    name = "sdar"
+    views = ("skills",)
+    weight_name = "gate"
+
+    @dataclass(frozen=True)
+    class Config:
+        beta: float = 5.0
+        coef: float = 0.01
+
+    def coefficients(self, step, total_steps):
+        return Coefficients(auxiliary=self.config.coef)
+
+    def auxiliary(self, student, fields, mask):
+        return losses.sdar(student, fields["skills"], mask, beta=self.config.beta)
+
+    def token_weight(self, student, fields, mask):
+        return losses.sdar_gate(student, fields["skills"], mask, beta=self.config.beta)
+
+
+@register
+class GrpoOpsd(Sdar):
+    """SDAR with a constant gate of one half: the teacher enters the loss value but not the gradient."""
+
+    name = "grpo_opsd"
+
+    @dataclass(frozen=True)
+    class Config:
+        coef: float = 0.01
+
+    def auxiliary(self, student, fields, mask):
+        return losses.sdar(student, fields["skills"], mask, beta=0.0)
+
+    def token_weight(self, student, fields, mask):
+        return losses.sdar_gate(student, fields["skills"], mask, beta=0.0)

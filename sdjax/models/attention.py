@@ -1,0 +1,66 @@
+"""Grouped-query attention in plain XLA, in the two forms a decoder needs: over packed rows and over a cache.
+
+Both are one small function so that another kernel can take its place. Scores and softmax are float32. Queries go
+through in chunks: score memory is linear in the row length, and a chunk of a packed row reads no key after its end.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+QUERY_CHUNK = 512
+
+
+def _attend(q_BTHK: jax.Array, k_BSJK: jax.Array, v_BSJK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """Softmax attention of H query heads over J key/value heads (H a multiple of J); every query must see a key."""
+    B, T, H, K = q_BTHK.shape
+    J = k_BSJK.shape[2]
+    precision = jax.lax.Precision.HIGHEST if q_BTHK.dtype == jnp.float32 else None
+    q = (q_BTHK * (K**-0.5)).astype(k_BSJK.dtype).reshape(B, T, J, H // J, K)
+    score = jnp.einsum("btjgk,bsjk->bjgts", q, k_BSJK, precision=precision, preferred_element_type=jnp.float32)
+    score = jnp.where(mask_BTS[:, None, None], score, jnp.finfo(jnp.float32).min)
+    prob = jax.nn.softmax(score, axis=-1).astype(v_BSJK.dtype)
+    out = jnp.einsum("bjgts,bsjk->btjgk", prob, v_BSJK, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(q_BTHK.dtype).reshape(B, T, H, K)
+
+
+def _chunks(total: int) -> list[tuple[int, int]]:
+    return [(i, min(i + QUERY_CHUNK, total)) for i in range(0, total, QUERY_CHUNK)]
+
+
+def packed_attention(q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    """Causal attention inside equal segments of packed rows.
+
+    q_BTHK: [B, T, heads, head_dim]; k_BTJK, v_BTJK: [B, T, kv_heads, head_dim]; segment_BT: int. A segment must lie in
+    one piece, in order. Returns [B, T, heads, head_dim].
+    """
+    total = q_BTHK.shape[1]
+    chunks = _chunks(total)
+
+    def chunk(begin: int, end: int, q, k, v, segment):
+        causal = jnp.arange(end)[None, :] <= jnp.arange(begin, end)[:, None]
+        mask = causal[None] & (segment[:, begin:end, None] == segment[:, None, :end])
+        return _attend(q[:, begin:end], k[:, :end], v[:, :end], mask)
+
+    outs = []
+    for begin, end in chunks:
+        run = functools.partial(chunk, begin, end)
+        # Without this the backward pass would keep the probabilities of every chunk of every layer.
+        run = jax.checkpoint(run) if len(chunks) > 1 else run
+        outs.append(run(q_BTHK, k_BTJK, v_BTJK, segment_BT))
+    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def cached_attention(q_STHK: jax.Array, k_SLJK: jax.Array, v_SLJK: jax.Array, position_ST: jax.Array) -> jax.Array:
+    """Attention of new tokens over the cache: a token sees the cache positions up to its own.
+
+    q_STHK: [S, T, heads, head_dim]; k_SLJK, v_SLJK: [S, L, kv_heads, head_dim], new tokens included; position_ST: int.
+    Returns [S, T, heads, head_dim].
+    """
+    length = k_SLJK.shape[1]
+    outs = []
+    for begin, end in _chunks(q_STHK.shape[1]):
+        mask = jnp.arange(length)[None, None, :] <= position_ST[:, begin:end, None]
+        outs.append(_attend(q_STHK[:, begin:end], k_SLJK, v_SLJK, mask))
+    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]

@@ -1,0 +1,210 @@
+"""Plays episodes: one coroutine each, environment and engine in turn, no barrier between episodes.
+
+An episode that fails on its environment is played again on a fresh one and then recorded as failed: data, not a crash
+and not a reward.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sdjax.envs.base import Benchmark, Observation, Status
+from sdjax.envs.prompts import PromptTemplate, project
+from sdjax.errors import DataError, EnvError
+from sdjax.models.tokenizer import Tokenizer
+from sdjax.rollout.engine import Engine, Request, SamplingParams
+from sdjax.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One episode to play. ``group`` and ``trajectory`` are given when tasks are drawn and never inferred later.
+
+    purpose and step go into every seed of the episode (``"train"``, ``"validation"``, ...).
+    """
+
+    task: str
+    group: int
+    trajectory: int
+    sample: int
+    purpose: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn, which is one row of the batch. Token arrays are what the engine saw and drew, id for id."""
+
+    prompt: np.ndarray  # [P] int32
+    response: np.ndarray  # [R] int32
+    engine_logps: np.ndarray  # [R] float32
+    finish: str
+    weight_version: int
+    observation: Observation  # what the prompt showed
+    action: str
+    valid: bool
+    invalid_reason: str | None
+    next_text: str | None  # observation that followed; None after the last turn
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One played episode. ``status`` is a Status value, or "error" when the environment failed for good."""
+
+    assignment: Assignment
+    status: str
+    ret: float
+    score: float
+    turns: tuple[Turn, ...]
+    family: str
+    env_seed: int
+    sampling: SamplingParams
+    error: str | None = None
+    attempts: int = 1
+
+    @property
+    def success(self) -> bool:
+        return self.status == Status.SUCCESS.value
+
+
+@dataclass(frozen=True)
+class Player:
+    """Everything the episodes of one run share."""
+
+    benchmark: Benchmark
+    engine: Engine
+    template: PromptTemplate
+    tokenizer: Tokenizer
+    run_seed: int
+    turns: int
+    prompt_tokens: int
+    retries: int
+
+    async def play(self, assignment: Assignment, sampling: SamplingParams) -> Trajectory:
+        """Plays one episode, on a fresh environment after each environment failure."""
+        env_seed = derive_seed(self.run_seed, f"{assignment.purpose}/env", step=assignment.step, task=assignment.task)
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                environment = self.benchmark.make()
+                try:
+                    played = await self._play_once(environment, assignment, sampling, env_seed)
+                finally:
+                    await environment.close()
+                return replace(played, attempts=attempts)
+            except EnvError as error:
+                if attempts <= self.retries:
+                    continue
+                return Trajectory(
+                    assignment=assignment,
+                    status="error",
+                    ret=0.0,
+                    score=0.0,
+                    turns=(),
+                    family=self.benchmark.family(assignment.task),
+                    env_seed=env_seed,
+                    sampling=sampling,
+                    error=str(error),
+                    attempts=attempts,
+                )
+
+    async def _play_once(self, environment, assignment: Assignment, sampling: SamplingParams, env_seed: int):
+        observation = await environment.reset(assignment.task, env_seed)
+        past: list[tuple[str, str]] = []
+        turns: list[Turn] = []
+        total, score, status = 0.0, 0.0, Status.RUNNING
+        while status is Status.RUNNING:
+            prompt = self._prompt(observation, past, assignment)
+            seed = derive_seed(
+                self.run_seed,
+                assignment.purpose,
+                step=assignment.step,
+                task=assignment.task,
+                sample=assignment.sample,
+                turn=len(turns),
+            )
+            name = f"{assignment.purpose} {assignment.task} sample {assignment.sample} turn {len(turns)}"
+            completion = await self.engine.generate(Request(prompt, seed, sampling, name))
+            text = self.tokenizer.decode(completion.tokens)
+            projection = project(text, self.template)
+            result = await environment.step(projection.action)
+            total, score, status = total + result.reward, result.score, result.status
+            if status is Status.RUNNING and len(turns) + 1 >= self.turns:
+                status = Status.TRUNCATED
+            turns.append(
+                Turn(
+                    prompt=prompt,
+                    response=completion.tokens,
+                    engine_logps=completion.logps,
+                    finish=completion.finish,
+                    weight_version=completion.weight_version,
+                    observation=observation,
+                    action=projection.action,
+                    valid=projection.valid,
+                    invalid_reason=projection.reason,
+                    next_text=result.observation.text,
+                    info=result.info,
+                )
+            )
+            past.append((observation.text, projection.action))
+            observation = result.observation
+        return Trajectory(
+            assignment=assignment,
+            status=status.value,
+            ret=total,
+            score=score,
+            turns=tuple(turns),
+            family=self.benchmark.family(assignment.task),
+            env_seed=env_seed,
+            sampling=sampling,
+        )
+
+    def _prompt(self, observation: Observation, past: list[tuple[str, str]], assignment: Assignment) -> np.ndarray:
+        text = self.template.render(
+            observation.task,
+            observation.text,
+            observation.admissible,
+            past,
+            len(past),
+        )
+        ids = np.asarray(self.tokenizer.render_chat(text), np.int32)
+        if len(ids) > self.prompt_tokens:
+            raise DataError(
+                f"the prompt of {assignment.task}, turn {len(past)}, has {len(ids)} tokens; the limit is "
+                f"{self.prompt_tokens}.",
+                "raise rollout.prompt_tokens (and rollout.max_length, train.pack_length) or lower env.history.",
+            )
+        return ids
+
+
+def play_all(
+    player: Player,
+    assignments: Sequence[Assignment],
+    sampling: SamplingParams,
+    on_done: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """Plays all episodes at the same time; returns them in the order of ``assignments``.
+
+    The first error that is not an environment's cancels the rest and is raised.
+    """
+
+    async def one(assignment: Assignment) -> Trajectory:
+        trajectory = await player.play(assignment, sampling)
+        if on_done is not None:
+            on_done(trajectory)
+        return trajectory
+
+    async def everything() -> list[Trajectory]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(a)) for a in assignments]
+        except* Exception as failed:
+            raise failed.exceptions[0] from failed
+        return [task.result() for task in tasks]
+
+    return asyncio.run(everything())

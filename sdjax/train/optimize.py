@@ -1,0 +1,197 @@
+"""No-gradient scoring passes and the mini-batch updates of one global step, over packed micro-batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from sdjax.config import TrainConfig
+from sdjax.methods.base import Coefficients, RowBatch
+from sdjax.seeds import derive_seed
+from sdjax.train import sharding
+from sdjax.train.packing import Packed, pack
+from sdjax.train.update import Scales, Updater
+
+_EPS = 1e-8  # of the token mean, methods.md section 3.6
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token ids of all rows: what is scored and trained. Lists of int32 arrays, one entry per row."""
+
+    prompts: Sequence[np.ndarray]
+    responses: Sequence[np.ndarray]
+
+
+class Optimizer:
+    """Runs compiled functions over a step's rows.
+
+    Args:
+      updater: the compiled functions.
+      train: the ``train`` config.
+      mesh: where packed batches are placed.
+    """
+
+    def __init__(self, updater: Updater, train: TrainConfig, mesh: Mesh):
+        self.updater, self.train, self.mesh = updater, train, mesh
+        self._batch = sharding.batch_sharding(mesh)
+
+    def put(self, arrays: Any) -> Any:
+        """Moves packed host arrays to the devices, rows split over the data axes."""
+        return jax.tree.map(lambda x: jax.device_put(x, self._batch), arrays)
+
+    def pack(self, sequences: Sequences, rows: Sequence[int]) -> list[Packed]:
+        return pack(
+            sequences.prompts,
+            sequences.responses,
+            rows,
+            length=self.train.pack_length,
+            slots=self.train.loss_slots,
+            batch_rows=self.train.pack_rows,
+        )
+
+    def score(self, params: Any, sequences: Sequences, shape: tuple[int, int]) -> np.ndarray:
+        """Log-probabilities [N, L] of all responses under ``params``; 0 where there is no token."""
+        out = np.zeros(shape, np.float32)
+        packed = self.pack(sequences, range(len(sequences.responses)))
+        # Dispatch everything before the first result is fetched, so that the device never waits for the host.
+        results = [self.updater.score(params, self.put(p.device_arrays())) for p in packed]
+        for p, logps in zip(packed, jax.device_get(results)):
+            p.scatter(logps, out)
+        return out
+
+    def update(
+        self,
+        state: Any,
+        batch: RowBatch,
+        adv_NL: np.ndarray,
+        sequences: Sequences,
+        coefficients: Coefficients,
+        *,
+        step: int,
+        seed: int,
+        learning_rate: float,
+        on_minibatch: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, dict[str, float]]:
+        """One epoch over mini-batches, one optimizer step each. Returns the new state and token means of all metrics."""
+        totals: dict[str, float] = {}
+        norms, losses = [], []
+        fields = {"old": batch.old_NL, "reference": batch.reference_NL, "adv": adv_NL, **batch.views}
+        for rows in minibatches(len(sequences.responses), self.train, seed, step):
+            grads = jax.tree.map(jnp.zeros_like, state["params"])
+            loss = 0.0
+            slices = list(self._slices(rows))
+            for part in slices:
+                scales = self._scales(batch, part, coefficients, len(slices))
+                grads, sums = self._accumulate(state["params"], grads, part, batch, fields, sequences, scales)
+                loss += sums.pop("loss")
+                add_sums(totals, sums)
+            state, norm = self.updater.apply(state, grads, jnp.float32(learning_rate))
+            norms.append(float(norm))
+            losses.append(loss)
+            on_minibatch()
+        metrics = token_means(totals)
+        metrics |= {
+            "train/loss_total": float(np.mean(losses)) if losses else 0.0,
+            "optim/grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "optim/grad_norm_max": float(np.max(norms)) if norms else 0.0,
+            "optim/updates": float(len(norms)),
+            "optim/skipped_updates": float(state["skipped"]),
+            "optim/lr": learning_rate,
+        }
+        return state, metrics
+
+    def _slices(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """What shares one denominator: the whole mini-batch, or each run of ``micro_rows`` rows (agg = "micro")."""
+        size = len(rows) if self.train.agg == "minibatch" else self.train.micro_rows
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+    def _scales(self, batch: RowBatch, rows: np.ndarray, coefficients: Coefficients, parts: int) -> Scales:
+        tokens = float(batch.mask_NL[rows].sum()) + _EPS
+        kl = self.train.kl_coef if coefficients.kl is None else coefficients.kl
+        entropy = self.train.entropy_coef if coefficients.entropy is None else coefficients.entropy
+        return Scales(
+            surrogate=jnp.float32(coefficients.surrogate / tokens / parts),
+            kl=jnp.float32(kl / tokens / parts),
+            entropy=jnp.float32(entropy / tokens / parts),
+            auxiliary=jnp.float32(coefficients.auxiliary / tokens / parts),
+        )
+
+    def _accumulate(self, params, grads, rows, batch: RowBatch, fields, sequences: Sequences, scales: Scales):
+        packed = self.pack(sequences, rows.tolist())
+        if self.updater.method.separable:
+            sums: dict[str, Any] = {}
+            for p in packed:
+                values = self.put({name: p.gather(x) for name, x in fields.items()})
+                grads, part = self.updater.gradient(params, grads, self.put(p.device_arrays()), values, scales)
+                add_sums(sums, part)
+            return grads, jax.device_get(sums)
+        return self._accumulate_coupled(params, grads, rows, packed, batch, fields, scales)
+
+    def _accumulate_coupled(self, params, grads, rows, packed, batch: RowBatch, fields, scales: Scales):
+        """Two passes: the loss couples tokens or rows, so its derivative is taken over the whole slice first."""
+        inputs = [self.put(p.device_arrays()) for p in packed]
+        student_NL = np.zeros_like(batch.old_NL)
+        for p, logps in zip(packed, jax.device_get([self.updater.score(params, x) for x in inputs])):
+            p.scatter(logps, student_NL)
+        size = self.train.minibatch_rows if self.train.agg == "minibatch" else self.train.micro_rows
+        rows_padded = np.concatenate([rows, np.full(size - len(rows), rows[0])])
+        mask_NL = batch.mask_NL[rows_padded] & (np.arange(size) < len(rows))[:, None]
+        slice_fields = {name: x[rows_padded] for name, x in fields.items()}
+        cotangent, sums = self.updater.cotangent(student_NL[rows_padded], slice_fields, mask_NL, scales)
+        sums, cotangent_NL = jax.device_get(sums), np.zeros_like(batch.old_NL)
+        cotangent_NL[rows] = np.asarray(cotangent)[: len(rows)]
+        for p, x in zip(packed, inputs):
+            grads, part = self.updater.backpropagate(params, grads, x, self.put(p.gather(cotangent_NL)), scales)
+            add_sums(sums, jax.device_get(part))
+        return grads, sums
+
+
+def minibatches(n: int, train: TrainConfig, seed: int, step: int) -> Iterator[np.ndarray]:
+    """Row indices of each mini-batch: consecutive slices of the trajectory order, or of a seeded permutation."""
+    order = np.arange(n)
+    if train.minibatch_order == "shuffle":
+        order = np.random.default_rng(derive_seed(seed, "minibatch", step=step)).permutation(n)
+    for start in range(0, n, train.minibatch_rows):
+        yield order[start : start + train.minibatch_rows]
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Constant after a linear warm-up that starts at 0 (methods.md, section 3.7)."""
+    warmup = train.warmup_share * train.steps
+    return train.learning_rate * (min(1.0, (step - 1) / warmup) if warmup > 0 else 1.0)
+
+
+def add_sums(totals: dict[str, Any], part: dict[str, Any]) -> None:
+    """Adds metrics of one part; names that end in ``_max`` keep the maximum."""
+    for name, value in part.items():
+        if name.endswith("_max"):
+            totals[name] = np.maximum(totals.get(name, 0.0), value) if name in totals else value
+        else:
+            totals[name] = totals[name] + value if name in totals else value
+
+
+def token_means(totals: dict[str, Any]) -> dict[str, float]:
+    """Turns sums over tokens into the means that are logged."""
+    tokens = float(totals.get("tokens", 0.0)) + _EPS
+    aux_tokens = float(totals.get("aux_tokens", 0.0)) + _EPS
+    out = {"optim/tokens": tokens}
+    names = {"loss_surrogate": "train/loss_surrogate", "kl": "train/kl", "entropy": "train/entropy"}
+    for name, value in totals.items():
+        value = float(value)
+        if name in names:
+            out[names[name]] = value / tokens
+        elif name == "loss_auxiliary":
+            out["train/loss_auxiliary"] = value / aux_tokens
+        elif name.endswith("_sum"):
+            stem = name.removesuffix("_sum")
+            stem += "" if stem.endswith("_frac") else "_mean"
+            out[stem] = value / (aux_tokens if name.startswith("method/") else tokens)
+        elif name.startswith(("method/", "optim/")):
+            out[name] = value
+    return out

@@ -1,0 +1,172 @@
+"""Warm start: supervised fine-tuning on expert episodes, in the prompts and answer format of the run.
+
+A normal feature for small models, whose random or general-purpose policy never wins a game. The result is an ordinary
+Hugging Face directory (``WORKDIR/model``), the ``model.path`` of later runs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from sdjax import jsonl, losses
+from sdjax.config import RunConfig, resolved
+from sdjax.errors import ConfigError, SdjaxError
+from sdjax.evaluate import evaluation
+from sdjax.models import save_checkpoint
+from sdjax.seeds import derive_seed
+from sdjax.train import rundir, session
+from sdjax.train.checkpoints import Checkpoints
+from sdjax.train.ledger import Ledger
+from sdjax.train.optimize import Optimizer, Sequences
+from sdjax.train.progress import Progress
+from sdjax.train.rundir import RunDir
+from sdjax.train.teacher_pass import SkillTeacher
+from sdjax.train.update import Updater, token_logps
+
+
+def expert_rows(run: session.Session, console: Console) -> Sequences:
+    """Prompts and answers of expert episodes on the training split, turn by turn.
+
+    A seeded share of the rows (``sft.privileged_share``) carries the skill bank's text in front.
+    """
+    config, sft, tokenizer = run.config, run.config.sft, run.tokenizer
+    teacher = None
+    if sft.privileged_share > 0:
+        teacher = SkillTeacher(config.teacher, tokenizer, config.rollout.prompt_tokens)
+    stop = np.asarray([tokenizer.turn_end_id], np.int32)
+    task_ids = run.benchmark.task_ids(config.env.train_split)
+    rng = np.random.default_rng(derive_seed(config.seed, "sft/rows"))
+    prompts, responses = [], []
+    for number in range(sft.episodes):
+        task = task_ids[number % len(task_ids)]
+        seed = derive_seed(config.seed, "sft/expert", task=task, step=number)
+        past: list[tuple[str, str]] = []
+        for turn in run.benchmark.expert_episode(task, sft.expert, seed, config.env.turns):
+            observation = turn.observation
+            text = run.template.render(
+                observation.task,
+                observation.text,
+                observation.admissible,
+                past,
+                len(past),
+            )
+            ids = np.asarray(tokenizer.render_chat(text), np.int32)
+            if teacher is not None and rng.random() < sft.privileged_share:
+                ids = teacher.prompt.ids(teacher.text(run.benchmark.family(task))[0], ids).ids
+            prompts.append(ids)
+            answer = tokenizer.encode(run.template.answer(turn.thought, turn.action))
+            responses.append(np.concatenate([np.asarray(answer, np.int32), stop]))
+            past.append((observation.text, turn.action))
+    console.print(f"warm start: {sft.episodes} expert episodes, {len(prompts)} rows")
+    return Sequences(prompts, responses)
+
+
+class WarmStart:
+    """One warm-start run. ``run`` continues from the newest checkpoint and ends with ``WORKDIR/model``."""
+
+    def __init__(self, config: RunConfig, directory: RunDir, console: Console):
+        if config.sft.steps < 1:
+            raise ConfigError(f"sft.steps = {config.sft.steps}.", "use a positive number of updates.")
+        self.config, self.directory, self.console = config, directory, console
+        directory.write_config(resolved(config))
+        directory.clear_failure()
+        attempt, _ = directory.new_attempt()
+        self.ledger = Ledger(devices=1, attempt=attempt)
+        self.session = session.open_session(config)
+        self.updater = Updater(
+            self.session.model, config.method.build(), config.train, 1.0, self.session.tokenizer.sampling_mask_V
+        )
+        self.optimizer = Optimizer(self.updater, config.train, self.session.mesh)
+        self.checkpoints = Checkpoints(directory.checkpoints, keep=1, asynchronous=config.save.asynchronous)
+        self._gradient = jax.jit(self._add_gradient, donate_argnums=(1,))
+
+    def run(self) -> None:
+        try:
+            self._train()
+        except SdjaxError as error:
+            self.directory.fail(error)
+            raise
+        finally:
+            self.ledger.close()
+            self.session.close()
+            self.checkpoints.close()
+
+    def _train(self) -> None:
+        config, sft = self.config, self.config.sft
+        state = self.updater.init(self.session.params)
+        first, saved = 1, self.checkpoints.steps()
+        if saved:
+            state, first = self.checkpoints.restore(saved[-1], state), saved[-1] + 1
+        self.directory.trim(first - 1)
+        rows = expert_rows(self.session, self.console) if first <= sft.steps else Sequences([], [])
+        self.ledger.begin()
+        with Progress(self.console, config.name, sft.steps, first - 1) as progress:
+            for step in range(first, sft.steps + 1):
+                with self.ledger.phase("update"):
+                    state, record = self._update(state, rows, step)
+                if step % 100 == 0 or step == sft.steps:
+                    with self.ledger.phase("save"):
+                        self.checkpoints.save(step, state, {"step": step})
+                seconds, lines = self.ledger.close_step(step)
+                times = {f"time/{k}_s": round(v, 6) for k, v in seconds.items()}
+                jsonl.append(self.directory.metrics, [{"step": step, **record, **times}])
+                jsonl.append(self.directory.ledger, lines)
+                progress.sft_step(step, record["sft/loss"])
+            self._finish(state, progress)
+
+    def _update(self, state: Any, rows: Sequences, step: int) -> tuple[Any, dict[str, float]]:
+        sft = self.config.sft
+        # A new seeded permutation for every pass over the rows; a function of the step, so that a resumed run agrees.
+        n = len(rows.responses)
+        places = np.arange((step - 1) * sft.batch_rows, step * sft.batch_rows)
+        members = [
+            int(np.random.default_rng(derive_seed(self.config.seed, "sft/order", step=int(e))).permutation(n)[i])
+            for e, i in zip(places // n, places % n)
+        ]
+        tokens = sum(len(rows.responses[i]) for i in set(members))
+        grads = jax.tree.map(jnp.zeros_like, state["params"])
+        total = 0.0
+        for p in self.optimizer.pack(rows, sorted(set(members))):
+            batch = self.optimizer.put(p.device_arrays())
+            grads, loss = self._gradient(state["params"], grads, batch, jnp.float32(1 / tokens))
+            total += float(loss)
+        warm = min(1.0, step / max(sft.warmup_steps, 1))
+        rate = sft.learning_rate * warm * (1 - (step - 1) / sft.steps)
+        state, norm = self.updater.apply(state, grads, jnp.float32(rate))
+        return state, {"sft/loss": total, "optim/lr": rate, "optim/grad_norm": float(norm)}
+
+    def _add_gradient(self, params, accumulated, batch, scale):
+        def loss_fn(params):
+            logps, _ = token_logps(
+                self.session.model,
+                params,
+                batch,
+                self.updater.sampling_mask_V,
+                temperature=1.0,
+                remat=self.config.train.remat,
+                with_entropy=False,
+            )
+            return -scale * losses.masked.masked_sum(logps, batch["mask_BM"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(jnp.add, accumulated, grads), loss
+
+    def _finish(self, state: Any, progress: Progress) -> None:
+        """Validates the result and writes it as a Hugging Face directory."""
+        config, run = self.config, self.session
+        run.engine.update_weights(run.engine_params(state["params"]), config.sft.steps)
+        progress.phase("validation", len(run.panel.task_ids))
+        sampling = evaluation.sampling_for(config.eval.temperature, config.rollout.response_tokens)
+        played = evaluation.evaluate(
+            run.player, run.panel, sampling, purpose="validation", on_done=progress.episode_done
+        )
+        lines = evaluation.records(played, run.panel, step=config.sft.steps, seed_index=0)
+        evaluation.write(self.directory.validation(config.sft.steps), lines)
+        progress.validated(config.sft.steps, evaluation.summary(lines))
+        out = self.directory.path / "model"
+        save_checkpoint(out, run.model, jax.device_get(state["params"]), tokenizer_from=run.checkpoint_dir)
+        rundir.write_json(self.directory.done, {"step": config.sft.steps, "model": "model"})
+        self.console.print(f"warm start written to {out}")

@@ -1,0 +1,354 @@
+"""The training loop. It knows no method: a method says what it needs and what its advantages and loss are.
+
+One global step: draw tasks, play episodes, score rows (old, reference, teacher), advantages, mini-batch updates, hand the
+new weights to the engine; then validation, checkpoint and one line of metrics. Checkpoint k is the state after k updates.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from sdjax import jsonl
+from sdjax.config import RunConfig, resolved
+from sdjax.errors import EngineError, SdjaxError
+from sdjax.evaluate import evaluation
+from sdjax.methods.base import Advantages, RowBatch
+from sdjax.rollout.engine import SamplingParams
+from sdjax.rollout.episodes import Assignment, Trajectory, play_all
+from sdjax.seeds import derive_seed
+from sdjax.train import rundir, session, transcripts
+from sdjax.train.checkpoints import Checkpoints
+from sdjax.train.ledger import NET, Ledger
+from sdjax.train.optimize import Optimizer, Sequences, learning_rate
+from sdjax.train.progress import Progress
+from sdjax.train.rows import Row, make_batch, make_rows, rollout_metrics
+from sdjax.train.rundir import RunDir
+from sdjax.train.teacher_pass import Teacher
+from sdjax.train.update import Updater
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What the rollout of one step produced; ``_score`` fills the log-probabilities of the batch in."""
+
+    trajectories: list[Trajectory]
+    rows: list[Row]
+    batch: RowBatch
+    sequences: Sequences
+
+
+def draw_tasks(task_ids: tuple[str, ...], per_step: int, step: int, seed: int) -> list[str]:
+    """Tasks of global step ``step`` (from 1): a new seeded permutation for every pass over the training split."""
+    n = len(task_ids)
+    drawn = []
+    for place in range((step - 1) * per_step, step * per_step):
+        epoch, index = divmod(place, n)
+        order = np.random.default_rng(derive_seed(seed, "tasks", step=epoch)).permutation(n)
+        drawn.append(task_ids[order[index]])
+    return drawn
+
+
+class Trainer:
+    """One run in one directory. ``run`` trains from the newest checkpoint (or from the start) to the last step.
+
+    Args:
+      config: the run.
+      directory: an open run directory.
+      console: where progress is shown.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDir, console: Console):
+        self.config, self.directory, self.console = config, directory, console
+        plain = resolved(config)
+        directory.write_config(plain)
+        directory.clear_failure()
+        attempt, self.log_folder = directory.new_attempt()
+        self.ledger = Ledger(devices=config.mesh.data * config.mesh.fsdp * config.mesh.tensor, attempt=attempt)
+        self.session = session.open_session(config)
+        rundir.write_json(
+            directory.path / "provenance.json", rundir.provenance(plain, session.provenance(self.session))
+        )
+        self.method = config.method.build()
+        self.updater = Updater(
+            self.session.model, self.method, config.train, config.rollout.temperature, self.session.tokenizer.sampling_mask_V
+        )
+        self.optimizer = Optimizer(self.updater, config.train, self.session.mesh)
+        self.teacher = (
+            Teacher(self.method.views, config.teacher, self.session.tokenizer, config.rollout.prompt_tokens)
+            if self.method.views
+            else None
+        )
+        self.checkpoints = Checkpoints(
+            directory.checkpoints, keep=config.save.keep, asynchronous=config.save.asynchronous
+        )
+        self.train_tasks = self.session.benchmark.task_ids(config.env.train_split)
+        self.state: Any = None
+        self.reference: Any = None
+        self.first_step = 1
+
+    def run(self) -> None:
+        """Trains, evaluates and marks the run done. Raises SdjaxError with the boundary that failed."""
+        try:
+            self._start()
+            with Progress(self.console, self.config.name, self.config.train.steps, self.first_step - 1) as progress:
+                for step in range(self.first_step, self.config.train.steps + 1):
+                    self._step(step, progress)
+                self.checkpoints.wait()
+                self.final_evaluation(progress)
+            rundir.write_json(self.directory.done, {"step": self.config.train.steps, "seconds": self.ledger.totals})
+        except SdjaxError as error:
+            self.directory.fail(error)
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.session.close()
+        self.checkpoints.close()
+
+    def _start(self) -> None:
+        """Restores the newest checkpoint, or validates and saves step 0."""
+        state = self.updater.init(self.session.params)
+        saved = self.checkpoints.steps()
+        if saved:
+            last = saved[-1]
+            progress = self.checkpoints.progress(last)
+            self.state = self.checkpoints.restore(last, state)
+            self.reference = self.checkpoints.restore(0, state)["params"] if last else self.state["params"]
+            self.directory.trim(last)
+            self._replay_record(last, progress)
+            self.ledger.totals |= progress["ledger"]
+            self.first_step = last + 1
+            self.session.engine.update_weights(self.session.engine_params(self.state["params"]), last)
+            self.console.print(f"{self.config.name}: going on after update {last}")
+            self.ledger.begin()
+            return
+        self.directory.trim(-1)
+        self.state, self.reference = state, self.session.params
+        self.ledger.begin()
+        with Progress(self.console, self.config.name, self.config.train.steps, 0) as progress:
+            record = self._validate(0, progress)
+            self._finish_step(0, record, force_save=True)
+
+    def _replay_record(self, step: int, progress: dict[str, Any]) -> None:
+        """The process may have died between a checkpoint and its metrics line: the checkpoint carries a copy."""
+        if not any(r["step"] == step for r in jsonl.read(self.directory.metrics)):
+            jsonl.append(self.directory.metrics, [progress["record"]])
+
+    def _step(self, step: int, progress: Progress) -> None:
+        data, record = self._rollout(step, progress)
+        data, adv, record_scores = self._score(step, data, progress)
+        record |= record_scores
+        progress.phase("update")
+        with self.ledger.phase("update"):
+            coefficients = self.method.coefficients(step, self.config.train.steps)
+            self.state, metrics = self.optimizer.update(
+                self.state,
+                data.batch,
+                adv.adv_NL,
+                data.sequences,
+                coefficients,
+                step=step,
+                seed=self.config.seed,
+                learning_rate=learning_rate(self.config.train, step),
+            )
+        record |= metrics
+        with self.ledger.phase("sync"):
+            self.session.engine.update_weights(self.session.engine_params(self.state["params"]), step)
+        if step % self.config.eval.every == 0 or step == self.config.train.steps:
+            record |= self._validate(step, progress)
+        self._finish_step(step, record)
+        progress.step_done(step, record)
+
+    def _rollout(self, step: int, progress: Progress) -> tuple[StepData, dict[str, float]]:
+        train, rollout = self.config.train, self.config.rollout
+        tasks = draw_tasks(self.train_tasks, train.tasks_per_step, step, self.config.seed)
+        assignments = [
+            Assignment(
+                task=task, group=g, trajectory=g * train.group_size + k, sample=k, purpose="train", step=step
+            )
+            for g, task in enumerate(tasks)
+            for k in range(train.group_size)
+        ]
+        progress.phase("rollout", len(assignments))
+        stats = self.session.engine.stats
+        before = dataclasses.replace(stats)
+        with self.ledger.phase("rollout"):
+            trajectories = play_all(
+                self.session.player,
+                assignments,
+                SamplingParams(rollout.temperature, rollout.response_tokens),
+                progress.episode_done,
+            )
+        rows = make_rows(trajectories)
+        if not rows:
+            raise EngineError(
+                f"step {step}: none of {len(assignments)} episodes could be played; first error: "
+                f"{trajectories[0].error}",
+                "see the error; nothing was trained, start again after mending it.",
+            )
+        batch = make_batch(rows, self.session.protocol, rollout.response_tokens, train)
+        record = rollout_metrics(trajectories, rows, batch)
+        record |= {
+            "engine/prompt_tokens": float(stats.prompt_tokens - before.prompt_tokens),
+            "engine/prefill_tokens": float(stats.prefill_tokens - before.prefill_tokens),
+            "engine/decode_tokens": float(stats.decode_tokens - before.decode_tokens),
+            "engine/weight_version": float(rows[0].turn.weight_version),
+        }
+        sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
+        return StepData(trajectories, rows, batch, sequences), record
+
+    def _score(
+        self, step: int, data: StepData, progress: Progress
+    ) -> tuple[StepData, Advantages, dict[str, float]]:
+        """Fills old, reference and teacher log-probabilities in, and computes the method's advantages."""
+        shape = data.batch.mask_NL.shape
+        progress.phase("score")
+        with self.ledger.phase("score"):
+            old_NL = self.optimizer.score(self.state["params"], data.sequences, shape)
+            reference_NL = self.optimizer.score(self.reference, data.sequences, shape)
+        batch = dataclasses.replace(data.batch, old_NL=old_NL, reference_NL=reference_NL)
+        record = self._engine_gap(step, data.rows, old_NL)
+        if self.teacher is not None:
+            progress.phase("teacher")
+            with self.ledger.phase("teacher"):
+                views, metrics = self.teacher.score(self.optimizer, self.state["params"], data.rows, shape)
+            batch = dataclasses.replace(batch, views=views)
+            record |= metrics | self._gap_metrics(batch)
+        with self.ledger.phase("update"):
+            adv = self.method.advantages(batch, step, self.config.train.steps)
+        record |= {f"method/{k}": v for k, v in adv.metrics.items()}
+        data = dataclasses.replace(data, batch=batch)
+        self._save_transcripts(step, data, adv)
+        return data, adv, record
+
+    def _gap_metrics(self, batch: RowBatch) -> dict[str, float]:
+        out = {}
+        for name, view_NL in batch.views.items():
+            gap = (view_NL - batch.old_NL)[batch.mask_NL]
+            prefix = "teacher" if len(batch.views) == 1 else f"teacher/{name}"
+            out |= {f"{prefix}/gap_mean": float(gap.mean()), f"{prefix}/gap_abs_mean": float(np.abs(gap).mean())}
+        return out
+
+    def _engine_gap(self, step: int, rows: list[Row], old_NL: np.ndarray) -> dict[str, float]:
+        """Difference between the engine's and the trainer's log-probabilities of the same tokens."""
+        gaps = np.concatenate(
+            [row.turn.engine_logps - old_NL[i, : len(row.turn.response)] for i, row in enumerate(rows)]
+        )
+        ratio = np.exp(np.clip(-gaps, -20, 20))
+        record = {
+            "engine/logp_gap_abs_mean": float(np.abs(gaps).mean()),
+            "engine/logp_gap_abs_max": float(np.abs(gaps).max()),
+            "engine/kl_sample_train_k3": float((ratio - 1 + gaps).mean()),
+        }
+        gap, limits = record["engine/logp_gap_abs_mean"], self.config.rollout
+        if not math.isfinite(gap) or gap > limits.stop_gap:
+            raise EngineError(
+                f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} nats on average "
+                f"(rollout.stop_gap = {limits.stop_gap}).",
+                "the engine runs other weights, another dtype or another temperature; the last checkpoint is intact.",
+            )
+        if gap > limits.warn_gap:
+            self.console.print(f"[yellow]step {step}: engine/trainer log-prob gap {gap:.3g} > {limits.warn_gap}")
+        return record
+
+    def _save_transcripts(self, step: int, data: StepData, adv: Advantages) -> None:
+        rollout = self.config.rollout
+        if step != 1 and step % rollout.transcripts_every:
+            return
+        weight = adv.weight_NL
+        if weight is None and self.method.weight_name:
+            fields = {"old": data.batch.old_NL, "adv": adv.adv_NL, **data.batch.views}
+            weight = np.asarray(self.updater.token_weight(data.batch.old_NL, fields, data.batch.mask_NL))
+        value = transcripts.build(
+            data.rows,
+            data.batch,
+            adv.adv_NL,
+            weight,
+            self.method,
+            self.teacher,
+            self.session.tokenizer,
+            step=step,
+            episodes=rollout.transcript_episodes,
+        )
+        rundir.write_json(self.directory.transcripts(step), value)
+        if step == 1 and self.teacher is not None:
+            for name, text in self.teacher.example(data.rows[0]).items():
+                (self.directory.path / f"teacher_prompt_{name}.txt").write_text(text, encoding="utf-8")
+
+    def _validate(self, step: int, progress: Progress) -> dict[str, float]:
+        panel, config = self.session.panel, self.config
+        progress.phase("validation", len(panel.task_ids))
+        sampling = evaluation.sampling_for(config.eval.temperature, config.rollout.response_tokens)
+        with self.ledger.phase("validation"):
+            played = evaluation.evaluate(
+                self.session.player, panel, sampling, purpose="validation", on_done=progress.episode_done
+            )
+            lines = evaluation.records(played, panel, step=step, seed_index=0)
+            evaluation.write(self.directory.validation(step), lines)
+        summary = evaluation.summary(lines)
+        progress.validated(step, summary)
+        return summary
+
+    def final_evaluation(self, progress: Progress) -> None:
+        """K rollout seeds on the panel with the last weights; seeds whose file exists are complete and skipped."""
+        config = self.config
+        sampling = evaluation.sampling_for(config.eval.final_temperature, config.rollout.response_tokens)
+        for seed in range(config.eval.final_seeds):
+            if self.directory.final(seed).exists():
+                continue
+            progress.phase(f"final evaluation, seed {seed}", len(self.session.panel.task_ids))
+            played = evaluation.evaluate(
+                self.session.player,
+                self.session.panel,
+                sampling,
+                purpose="final",
+                seed_index=seed,
+                on_done=progress.episode_done,
+            )
+            lines = evaluation.records(played, self.session.panel, step=config.train.steps, seed_index=seed)
+            evaluation.write(self.directory.final(seed), lines)
+
+    def _finish_step(self, step: int, record: dict[str, Any], *, force_save: bool = False) -> None:
+        """Saves if due, closes the ledger's step and writes the metrics line."""
+        config = self.config
+        base = {"step": step, "attempt": self.ledger.attempt}
+        if force_save or step % config.save.every == 0 or step == config.train.steps:
+            with self.ledger.phase("save"):
+                totals = self.ledger.running_totals()
+                progress = {"step": step, "ledger": totals, "record": {**base, **record}}
+                self.checkpoints.save(step, self.state, progress)
+        seconds, lines = self.ledger.close_step(step)
+        times = {f"time/{phase}_s": round(value, 6) for phase, value in seconds.items()}
+        times["time/step_s"] = round(sum(seconds.values()), 6)
+        hours = self.ledger.devices / 3600
+        totals = self.ledger.totals
+        costs = {
+            "cost/net_s": round(self.ledger.net_seconds(), 6),
+            "cost/net_gpu_h": sum(totals[p] for p in NET) * hours,
+            "cost/val_gpu_h": totals["validation"] * hours,
+            "cost/save_gpu_h": totals["save"] * hours,
+        }
+        jsonl.append(self.directory.ledger, lines)
+        jsonl.append(self.directory.metrics, [{**base, **record, **times, **costs}])
+
+
+def evaluate_only(config: RunConfig, directory: RunDir, console: Console) -> None:
+    """The final evaluation on the newest checkpoint of a run: an idempotent job of its own."""
+    trainer = Trainer(config, directory, console)
+    try:
+        saved = trainer.checkpoints.steps()
+        if saved:
+            state = trainer.updater.init(trainer.session.params)
+            params = trainer.checkpoints.restore(saved[-1], state)["params"]
+            trainer.session.engine.update_weights(trainer.session.engine_params(params), saved[-1])
+        with Progress(console, config.name, config.train.steps, config.train.steps) as progress:
+            trainer.final_evaluation(progress)
+    finally:
+        trainer.close()
+

@@ -1,0 +1,92 @@
+"""The report in headless Chromium: it draws, its controls work, hostile text does nothing, the console stays silent."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from sdjax.report import build_report
+from tests.report.synthetic import write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+FLAGS += " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000"
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>bold</b>"
+# Uses every control once and writes what it saw into the document.
+EXERCISE = """
+<script>(async function exercise() {
+  const root = document.documentElement, wait = (ms) => new Promise((done) => setTimeout(done, ms));
+  while (!(root.dataset.plots && root.dataset.viewer && document.querySelector("#curves-0 .main-svg"))) await wait(50);
+  const colours = () => [...document.querySelectorAll(".tokens span")].map((span) => span.style.backgroundColor).join();
+  const axis = () => document.querySelector("#curves-0 .xtitle").textContent;
+  const seen = {axis: axis(), runs: document.querySelectorAll("#curves-0 .scatterlayer .trace").length};
+  document.querySelector("input[value=net]").click();
+  await wait(300);
+  seen.net = axis();
+  document.querySelector("#errors").click();
+  await wait(300);
+  seen.bars = document.querySelectorAll("#curves-0 .errorbar").length;
+  document.querySelector(".chip[data-run=GRPO]").click();
+  await wait(300);
+  seen.visible = document.querySelectorAll("#curves-0 .scatterlayer .trace").length;
+  const rows = () => [...document.querySelector("#final tbody").rows].map((row) => row.cells[0].textContent).join();
+  const mean = document.querySelectorAll("#final thead th button")[1];
+  mean.click();
+  seen.descending = rows();
+  mean.click();
+  seen.ascending = rows();
+  const select = document.getElementById("v-colour"), before = colours();
+  seen.streams = select.options.length;
+  select.value = "1";
+  select.dispatchEvent(new Event("change"));
+  seen.recoloured = before !== colours();
+  const episode = document.getElementById("v-episode").value;
+  document.getElementById("v-next").click();
+  seen.moved = episode !== document.getElementById("v-episode").value;
+  document.getElementById("theme").click();
+  await wait(300);
+  seen.theme = root.dataset.theme;
+  root.dataset.seen = Object.entries(seen).map((pair) => pair.join("=")).join(";");
+})();</script>
+"""
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
+
+
+def open_in_chromium(report, profile, query):
+    command = [str(CHROMIUM), *FLAGS.split(), f"--user-data-dir={profile}", "--window-size=1280,6000", "--dump-dom"]
+    command.append(f"{report.as_uri()}?{query}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+def test_report_opens_and_works(tmp_path):
+    low = [0.1, 0.1, 0.1, 0.1, 0.1]
+    sdar = write_run(tmp_path, "sdar", teacher_s=0.5, hostile=HOSTILE, curve=low)
+    report = build_report([write_run(tmp_path, "grpo"), sdar], tmp_path / "report.html")
+    report.write_text(report.read_text(encoding="utf-8") + EXERCISE, encoding="utf-8")
+    dom, console = open_in_chromium(report, tmp_path / "profile", "theme=light")
+    assert console == []
+    head = dom[: dom.index("<head")]
+    assert "data-errors" not in head
+    seen = dict(pair.split("=") for pair in re.search(r'data-seen="([^"]*)"', head)[1].split(";"))  # pyright: ignore
+    assert (seen["axis"], seen["net"]) == ("completed updates", "net training seconds")
+    assert (seen["runs"], seen["visible"]) == ("2", "1")
+    assert int(seen["bars"]) == 10
+    assert (seen["descending"], seen["ascending"]) == ("GRPO,SDAR", "SDAR,GRPO")
+    assert (seen["streams"], seen["recoloured"], seen["moved"], seen["theme"]) == ("4", "true", "true", "dark")
+    assert dom.count('class="main-svg"') >= 2 * 5  # curves, ledger and health, two layers each
+    assert "<title>GRPO and SDAR" in dom
+    body = re.sub(r"<script.*?</script>", "", dom, flags=re.S)
+    assert "<img" not in body and "<b>bold" not in body
+
+
+def test_the_page_reports_its_own_errors(tmp_path):
+    report = build_report([write_run(tmp_path, "grpo", steps=5)], tmp_path / "report.html")
+    text = re.sub(r'(id="figure-data">)[^<]*', r"\1AAAA", report.read_text(encoding="utf-8"))
+    report.write_text(text, encoding="utf-8")
+    dom, console = open_in_chromium(report, tmp_path / "profile", "theme=dark")
+    assert console and "data-errors" in dom[: dom.index("<head")]
+    assert "This page could not show everything" in dom
