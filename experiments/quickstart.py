@@ -37,7 +37,7 @@ def get_config(arguments: str = "grpo"):
     train = config.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 20, 8, 8, 128
     train.learning_rate = 3e-4
-    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 512, 8, 128, False
+    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 448, 8, 96, False
 
     config.teacher.bank, config.teacher.privileged_tokens = "alfworld_brief", 160
     config.eval.every, config.eval.panel, config.eval.final_seeds = 5, "valid", 3

@@ -110,7 +110,7 @@ def csv_uri(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows([["" if _missing(cell) else cell for cell in row] for row in rows])
-    return "data:text/csv;charset=utf-8," + urllib.parse.quote(buffer.getvalue(), safe=",. ")
+    return "data:text/csv;charset=utf-8," + urllib.parse.quote(buffer.getvalue(), safe=",.")
 
 
 def plain(text: str) -> str:
@@ -220,7 +220,14 @@ def _budget_line(baseline: Run | None) -> list[dict[str, Any]]:
         return []
     x = baseline.validations[-1].net_s
     line = {"color": PHASE_COLOURS["validation"], "dash": "dot", "width": 1.5}
-    label = {"text": "GRPO's net time", "textangle": 0, "textposition": "end", "font": {"size": 11}, "xanchor": "right"}
+    label = {
+        "text": "GRPO's net time",
+        "textangle": 0,
+        "yanchor": "top",
+        "textposition": "end",
+        "font": {"size": 11},
+        "xanchor": "right",
+    }
     return [{"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line, "label": label}]
 
 

@@ -108,7 +108,7 @@ def pack(text: str) -> str:
 def script_json(value: Any) -> markupsafe.Markup:
     """JSON that is safe inside a script element, with NaN as null."""
     text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
+    for character in "":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return markupsafe.Markup(text)
 
@@ -134,7 +134,8 @@ def _warnings(runs: Sequence[Run], more: Sequence[str]) -> list[tuple[str, str]]
     for run in runs:
         where = f"{run.setting_name} · {run.label}"
         if run.state == "failed":
-            found.append((where, f"the run failed at {run.failure.get('boundary', 'an unknown boundary')}."))
+            said = " ".join(str(run.failure[key]) for key in ("message", "fix") if run.failure.get(key))
+            found.append((where, f"the run failed ({run.failure.get('boundary', 'unknown boundary')}). {said}"))
         found += [(where, text) for text in run.warnings]
     return found + [("transcripts", text) for text in more]
 

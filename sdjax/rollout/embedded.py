@@ -80,7 +80,7 @@ class EmbeddedEngine:
         self._rows = sorted({max(1, prefill_rows // 4), prefill_rows})
         self._buckets = sorted({bucket for bucket in prefill_buckets if bucket < max_length} | {max_length})
         # A quarter of a mesh-wide cache would sit on a quarter of its devices.
-        self._slot_sizes = sorted({slots if mesh is not None else max(1, slots // 4), slots})
+        self._slot_sizes = sorted({slots if mesh is not None and mesh.size > 1 else max(1, slots // 4), slots})
         self._chunk = decode_chunk
         self._cache_dtype = jnp.dtype(model.compute_dtype if cache_dtype is None else cache_dtype)
         self._sharding = None if mesh is None else steps.rows_sharding(mesh, slots)
@@ -290,7 +290,7 @@ class EmbeddedEngine:
 
 
 def _shapes(params: Params) -> Any:
-    return jax.tree.map(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), params)
+    return jax.tree.map(lambda leaf: tuple(leaf.shape), params)
 
 
 def _check_sizes(

@@ -88,7 +88,8 @@ def token_loss(
     kl = losses.reference_kl(student, fields["reference"], mask)
     loss = scales.surrogate * surrogate.total + scales.kl * kl.total
     sums = {"tokens": surrogate.count, "loss_surrogate": surrogate.total, "kl": kl.total}
-    sums |= {f"optim/{k}": v for k, v in surrogate.metrics.items()}
+    renamed = {"clip_sum": "clip_frac_sum", "dual_clip_sum": "dual_clip_frac_sum"}
+    sums |= {f"optim/{renamed.get(k, k)}": v for k, v in surrogate.metrics.items()}
     auxiliary = method.auxiliary(student, fields, mask)
     if auxiliary is not None:
         loss = loss + scales.auxiliary * auxiliary.total

@@ -41,6 +41,9 @@ EXERCISE = """
   select.value = "1";
   select.dispatchEvent(new Event("change"));
   seen.recoloured = before !== colours();
+  document.querySelector(".tokens span").dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+  const tip = document.getElementById("v-tip");
+  seen.tip = !tip.hidden && /lO student +−?\\d+\\.\\d+\\nlT teacher/.test(tip.textContent);
   const episode = document.getElementById("v-episode").value;
   document.getElementById("v-next").click();
   seen.moved = episode !== document.getElementById("v-episode").value;
@@ -76,6 +79,7 @@ def test_report_opens_and_works(tmp_path):
     assert (seen["runs"], seen["visible"]) == ("2", "1")
     assert int(seen["bars"]) == 10
     assert (seen["descending"], seen["ascending"]) == ("GRPO,SDAR", "SDAR,GRPO")
+    assert seen["tip"] == "true"
     assert (seen["streams"], seen["recoloured"], seen["moved"], seen["theme"]) == ("4", "true", "true", "dark")
     assert dom.count('class="main-svg"') >= 2 * 5  # curves, ledger and health, two layers each
     assert "<title>GRPO and SDAR" in dom
