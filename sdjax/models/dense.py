@@ -130,6 +130,24 @@ def _block_definition(config: ModelConfig) -> tuple[Any, dict[str, Any]]:
     return graph, nnx.to_pure_dict(axes)
 
 
+@functools.partial(jax.jit, static_argnames=("c", "dtype"))
+def _init(c: ModelConfig, key: jax.Array, dtype: Any) -> Params:
+    key_embedding, key_head, key_layers = jax.random.split(key, 3)
+
+    def one_layer(layer_key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(Block(c, nnx.Rngs(params=layer_key)), nnx.Param))
+
+    shape = (c.vocab_size, c.hidden_size)
+    params: Params = {
+        "embedding": c.initializer_range * jax.random.normal(key_embedding, shape),
+        "layers": jax.vmap(one_layer)(jax.random.split(key_layers, c.layers)),
+        "final_norm": jnp.ones((c.hidden_size,)),
+    }
+    if not c.tie_embeddings:
+        params["head"] = c.initializer_range * jax.random.normal(key_head, shape)
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
 @dataclass(frozen=True)
 class DenseModel(Model):
     """Llama, Qwen2 or Qwen3.
@@ -142,21 +160,7 @@ class DenseModel(Model):
         return nnx.merge(_block_definition(self.config)[0], layer_params)
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-        c = self.config
-        key_embedding, key_head, key_layers = jax.random.split(key, 3)
-
-        def one_layer(layer_key: jax.Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(Block(c, nnx.Rngs(params=layer_key)), nnx.Param))
-
-        shape = (c.vocab_size, c.hidden_size)
-        params: Params = {
-            "embedding": c.initializer_range * jax.random.normal(key_embedding, shape),
-            "layers": jax.vmap(one_layer)(jax.random.split(key_layers, c.layers)),
-            "final_norm": jnp.ones((c.hidden_size,)),
-        }
-        if not c.tie_embeddings:
-            params["head"] = c.initializer_range * jax.random.normal(key_head, shape)
-        return jax.tree.map(lambda x: x.astype(dtype), params)
+        return _init(self.config, key, jnp.dtype(dtype))
 
     def _embed(self, params: Params, tokens_XT: jax.Array, valid_XT: jax.Array) -> jax.Array:
         # Padding enters as zeros and stays finite in every layer, whatever its id or its embedding row holds.

@@ -33,6 +33,7 @@ class Tokenizer:
     """A fast tokenizer with the ids that matter for sampling. Make it with ``Tokenizer.load``.
 
     vocab_size: number of ids the tokenizer can produce. stop_ids: every end-of-sequence id of the checkpoint, sorted.
+    turn_end_id: the stop id that ends an assistant turn in training data.
     pad_id: an id to fill unused positions with; masks never depend on it.
     sampling_mask_V: bool, one entry per row of the model's embedding, True on ids that the tokenizer knows.
     """
@@ -60,8 +61,10 @@ class Tokenizer:
                 f"end-of-sequence ids {unknown} are not tokens." if unknown else "the checkpoint names no eos token.",
                 "set eos_token_id in generation_config.json to ids of this tokenizer.",
             )
-        # What ends an assistant turn in training data: the tokenizer's own eos, which chat models set to their turn end.
-        self.turn_end_id: int = self.stop_ids[0] if hf_tokenizer.eos_token_id is None else int(hf_tokenizer.eos_token_id)
+        # What ends an assistant turn in training data: the tokenizer's own eos; chat models set it to their turn end.
+        self.turn_end_id: int = (
+            self.stop_ids[0] if hf_tokenizer.eos_token_id is None else int(hf_tokenizer.eos_token_id)
+        )
         pad = hf_tokenizer.pad_token_id
         self.pad_id: int = self.stop_ids[0] if pad is None else int(pad)
         added = self._fast.get_added_tokens_decoder()

@@ -108,7 +108,7 @@ def pack(text: str) -> str:
 def script_json(value: Any) -> markupsafe.Markup:
     """JSON that is safe inside a script element, with NaN as null."""
     text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "":
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return markupsafe.Markup(text)
 

@@ -148,7 +148,7 @@ class EmbeddedEngine:
 
     def health(self) -> dict[str, Any]:
         """A snapshot for logs: state, version, occupancy and the cache's size in bytes."""
-        leaves = jax.tree.leaves(self._cache)
+        devices = jax.tree.leaves(self._params)[0].devices()
         return {
             "ok": not self._closed,
             "engine": "embedded",
@@ -157,8 +157,8 @@ class EmbeddedEngine:
             "active": self._table.active,
             "waiting": len(self._table.waiting),
             "max_length": self._max_length,
-            "cache_bytes": sum(leaf.nbytes for leaf in leaves),
-            "devices": [str(device) for device in sorted(self._mask_V.devices(), key=lambda device: device.id)],
+            "cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache)),
+            "devices": [str(device) for device in sorted(devices, key=lambda device: device.id)],
         }
 
     def close(self) -> None:

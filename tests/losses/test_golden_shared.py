@@ -90,7 +90,6 @@ def token_losses(x, c, A, has_feedback):
     out |= {f"pcsd/{k}": getattr(terms, k) for k in ("weight", "kappa", "slope", "trend")}
     out["pcsd/d_adaptive"] = terms.adaptive_gap
     out["agg/mini"] = losses.token_mean(lS, mask)
-    out["agg/micro8"] = losses.micro_token_mean(lS[:ROWS], mask[:ROWS], rows=8)
     rlsd_NL = losses.rlsd_advantages(A, lT, lO, mask, lam=c["lam_rlsd"], eps_w=c["eps_w"])
     surrogate = loss_and_grad("rlsd", lambda z: losses.clipped_surrogate(z, lO, rlsd_NL, mask), lS)
     out |= {"rlsd/adv": rlsd_NL, "rlsd/ppo_loss": surrogate["rlsd/loss"], "rlsd/ppo_grad": surrogate["rlsd/grad"]}
@@ -184,8 +183,10 @@ def computed(case, dtype):
     return {k: np.asarray(v, float) for k, v in compute(x, tuple(sorted(static.items()))).items()}
 
 
-# Not outputs of the kernels: the trainer's log-probabilities, masks of the caller, and the schedules (tested below).
+# The first two are not outputs of a kernel (the trainer's log-probabilities, the caller's mask); the others have their
+# own tests below.
 NOT_HERE = {"entropy/logp", "ovcsd/pg_mask", "ovcsd/suffix_kl", "rlsd/schedule", "adrs/schedule", "skill_sd/rho_ell"}
+NOT_HERE |= {"agg/micro8"}
 
 
 def names():
@@ -238,7 +239,16 @@ def test_suffix_kl_per_token(case):
     for i, t in np.argwhere(want != 0)[::7]:
         weight = np.zeros(teacher.shape[:2])
         weight[i, t] = 1
-        np.testing.assert_allclose(losses.suffix_forward_kl(teacher, student, weight).total, want[i, t], rtol=1e-9)
+        np.testing.assert_allclose(
+            losses.suffix_forward_kl(teacher, student, weight).total, want[i, t], rtol=1e-9, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_aggregation(case):
+    lS, m, ok = (golden()[f"{case}/in/{k}"] for k in ("lS", "m", "ok"))
+    got = losses.micro_token_mean(lS, (m > 0) & (ok > 0)[:, None], rows=8)
+    np.testing.assert_allclose(got, golden()[f"{case}/out/agg/micro8"], rtol=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)

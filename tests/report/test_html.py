@@ -7,6 +7,7 @@ import gzip
 import html.parser
 import io
 import json
+import math
 import re
 import urllib.parse
 
@@ -14,6 +15,7 @@ import plotly.graph_objects as go
 import pytest
 
 from sdjax.report import build_report, figures, load, load_run, transcripts
+from sdjax.report.html import script_json
 from sdjax.report.static import save_curves_png
 from tests.report.synthetic import write_run
 
@@ -100,6 +102,13 @@ def test_hostile_text_stays_text(two_runs, tmp_path):
         trace["name"] for one in json.loads(read.unpacked("figure-data")).values() for trace in one["spec"]["data"]
     }
     assert not any("<" in name for name in names)  # plotly reads markup in labels
+
+
+def test_script_json_cannot_leave_its_element():
+    value = {"</script>": ["<!--", "&", math.nan, math.inf, {"x": (1, None)}]}
+    text = str(script_json(value))
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"</script>": ["<!--", "&", None, None, {"x": [1, None]}]}
 
 
 def test_partial_study_renders(tmp_path):

@@ -45,6 +45,13 @@ def test_scores_are_percent_and_failed_episodes_are_no_zeros(tmp_path):
     assert load.load_run(tmp_path).validations[0].value == pytest.approx(30.0)
 
 
+def test_a_failed_final_episode_has_no_value(tmp_path):
+    jsonl.append(tmp_path / "final_eval" / "seed_2.jsonl", [episode("a", status="error"), episode("b", success="yes")])
+    run = load.load_run(tmp_path)
+    assert [(one.rollout_seed, one.failed, math.isnan(one.value)) for one in run.final] == [(2, True, True)] * 2
+    assert any("without a numeric 'success'" in text for text in run.warnings)
+
+
 def test_a_run_that_has_only_a_config(tmp_path):
     (tmp_path / "config.json").write_text('{"method": {"name": "grpo"}}')
     run = load.load_run(tmp_path)
