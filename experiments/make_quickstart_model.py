@@ -39,7 +39,8 @@ def corpus(config: RunConfig) -> Iterator[str]:
             yield template.render(observation.task, observation.text, observation.admissible, past, len(past))
             yield template.answer(turn.thought, turn.action)
             past.append((observation.text, turn.action))
-    yield from SkillBank.load(config.teacher.bank).texts().values()
+    # Repeated, so that the tokenizer spends merges on words that only the skills use.
+    yield from list(SkillBank.load(config.teacher.bank).texts().values()) * 20
 
 
 def main(_: list[str]) -> None:

@@ -54,8 +54,9 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Section 3 of the methods: batch, surrogate, optimizer. pack_length: tokens of one packed row; pack_rows: packed rows
-    of one micro-batch; loss_slots: response tokens that one packed row may hold."""
+    """Section 3 of the methods: batch, surrogate, optimizer. pack_length: tokens of one packed row (the teacher's
+    rows are longer by ``teacher.privileged_tokens``); pack_rows: packed rows of one micro-batch; loss_slots: response
+    tokens that one packed row may hold."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -305,17 +306,15 @@ def _check(config: RunConfig) -> None:
             f"{rollout.response_tokens} tokens.",
             f"set rollout.max_length >= {longest}.",
         )
-    if config.method.needs_teacher:
-        longest += config.teacher.privileged_tokens
-        if not config.teacher.bank:
-            raise ConfigError(
-                f"method.name = {config.method.name!r} reads a skill bank, but teacher.bank is empty.",
-                f"set teacher.bank, e.g. {config.env.name!r}.",
-            )
+    if config.method.needs_teacher and not config.teacher.bank:
+        raise ConfigError(
+            f"method.name = {config.method.name!r} reads a skill bank, but teacher.bank is empty.",
+            f"set teacher.bank, e.g. {config.env.name!r}.",
+        )
     if train.pack_length < longest:
         raise ConfigError(
             f"train.pack_length = {train.pack_length} is shorter than the longest row, {longest} tokens "
-            "(prompt + response + the teacher's privileged tokens).",
+            "(rollout.prompt_tokens + rollout.response_tokens).",
             f"set train.pack_length >= {longest} or lower the limits.",
         )
     if train.loss_slots < rollout.response_tokens:

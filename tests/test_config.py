@@ -45,7 +45,7 @@ def changed(method="sdar", **changes):
         ({"env__generator__rooms": "kitchen"}, r"env.generator.rooms = 'kitchen' is not a list"),
         ({"rollout__temperature": 0.0}, r"rollout.temperature = 0.0: training needs samples"),
         ({"rollout__max_length": 100}, r"rollout.max_length = 100 holds no prompt of 2048"),
-        ({"train__pack_length": 4096}, r"pack_length = 4096 is shorter than the longest row, 4608 tokens"),
+        ({"train__pack_length": 2048}, r"pack_length = 2048 is shorter than the longest row, 2560 tokens"),
         ({"train__loss_slots": 8}, r"train.loss_slots = 8 is below rollout.response_tokens = 512"),
         ({"teacher__bank": ""}, r"'sdar' reads a skill bank, but teacher.bank is empty"),
         ({"mesh__data": 3}, r"train.pack_rows = 4 does not divide"),

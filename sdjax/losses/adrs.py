@@ -97,7 +97,7 @@ def adrs_terms(
     mask_NL = mk.as_bool(mask_NL)
     ok_N = jnp.any(mask_NL, axis=1)
     score_N = mk.masked(score_N, ok_N)
-    group_N = mk.dense_ids(group_N, ok_N)
+    group_N = mk.segment_ids(group_N, ok_N)
     # A non-finite teacher value leaves the statistics; the token keeps its plain advantage.
     used_NL = mask_NL & jnp.isfinite(lT_NL)
     lT_NL = mk.masked(lT_NL, used_NL)

@@ -56,8 +56,8 @@ def _prior(value_N, group_N, trajectory_N, key_N, ok_N):
     chex.assert_rank([value_N, group_N, trajectory_N, key_N, ok_N], 1)
     chex.assert_equal_shape([value_N, group_N, trajectory_N, key_N, ok_N])
     ok_N = mk.as_bool(ok_N)
-    one_per_trajectory_N = ok_N & mk.first_in_segment(jnp.asarray(key_N), mk.dense_ids(trajectory_N, ok_N))
-    group_N = mk.dense_ids(group_N, ok_N)
+    one_per_trajectory_N = ok_N & mk.first_in_segment(jnp.asarray(key_N), mk.segment_ids(trajectory_N, ok_N))
+    group_N = mk.segment_ids(group_N, ok_N)
     source_N = jnp.where(one_per_trajectory_N, group_N, ok_N.shape[0])
     mean = mk.segment_mean(mk.masked(value_N, ok_N), source_N)
     return lax.stop_gradient(mk.masked(mean[group_N], ok_N))
@@ -95,7 +95,7 @@ def _clip_log_odds(x):
 def _turn_terms(gap_NL, prior_N, trajectory_N, turn_N, ok_N, gamma):
     rows = ok_N.shape[0]
     evidence_N = jnp.sum(gap_NL, axis=1)
-    trajectory_N = mk.dense_ids(trajectory_N, ok_N)
+    trajectory_N = mk.segment_ids(trajectory_N, ok_N)
     order_N = jnp.lexsort((turn_N, trajectory_N))
     sorted_N = trajectory_N[order_N]
     starts_N = jnp.concatenate([jnp.ones(1, bool), sorted_N[1:] != sorted_N[:-1]])[:rows]

@@ -22,7 +22,7 @@ def has_feedback(success_N, group_N, trajectory_N, ok_N) -> jax.Array:
     chex.assert_rank([success_N, group_N, trajectory_N, ok_N], 1)
     chex.assert_equal_shape([success_N, group_N, trajectory_N, ok_N])
     success_N, ok_N = mk.as_bool(success_N), mk.as_bool(ok_N)
-    group_N, trajectory_N = mk.dense_ids(group_N, ok_N), mk.dense_ids(trajectory_N, ok_N)
+    group_N, trajectory_N = mk.segment_ids(group_N, ok_N), mk.segment_ids(trajectory_N, ok_N)
     first_N = mk.first_in_segment(jnp.arange(ok_N.shape[0]), trajectory_N)
     wins = mk.segment_sum((success_N & first_N & ok_N).astype(jnp.int32), group_N)
     return ok_N & (wins[group_N] > success_N.astype(jnp.int32))

@@ -81,12 +81,12 @@ def group_advantages(
         if trajectory_N is None or turn_N is None:
             raise ValueError('stats="trajectory" needs trajectory_N and turn_N.')
         chex.assert_equal_shape([score_N, trajectory_N, turn_N])
-        in_stats_N = ok_N & mk.first_in_segment(jnp.asarray(turn_N), mk.dense_ids(trajectory_N, ok_N))
+        in_stats_N = ok_N & mk.first_in_segment(jnp.asarray(turn_N), mk.segment_ids(trajectory_N, ok_N))
     elif stats != "row":
         raise ValueError(f'stats is {stats!r}; use "row" or "trajectory".')
 
     score_N = mk.masked(score_N, ok_N)
-    group_N = mk.dense_ids(group_N, ok_N)
+    group_N = mk.segment_ids(group_N, ok_N)
     # A row outside the statistics goes to the dump segment but still reads its own group's result.
     source_N = jnp.where(in_stats_N, group_N, score_N.shape[0])
     n = mk.segment_count(source_N, score_N.dtype)

@@ -39,7 +39,7 @@ def has_contrast(success_N, group_N, ok_N) -> jax.Array:
     chex.assert_rank([success_N, group_N, ok_N], 1)
     chex.assert_equal_shape([success_N, group_N, ok_N])
     success_N, ok_N = mk.as_bool(success_N), mk.as_bool(ok_N)
-    group_N = mk.dense_ids(group_N, ok_N)
+    group_N = mk.segment_ids(group_N, ok_N)
     wins = mk.segment_sum(success_N.astype(jnp.int32), group_N)
     losses = mk.segment_sum((~success_N).astype(jnp.int32), group_N)
     return ok_N & (wins[group_N] > 0) & (losses[group_N] > 0)
@@ -68,7 +68,7 @@ def grsd_terms(
 
     gap_N = mk.masked_mean(mk.gap(lT_NL, lO_NL, mask_NL), mask_NL, axis=1)
     e_N = jnp.expm1(jnp.clip(jnp.sign(adv_N) * gap_N, -20, 20))
-    group_N = mk.dense_ids(group_N, ok_N)
+    group_N = mk.segment_ids(group_N, ok_N)
     normalised_N = e_N / (mk.segment_mean(jnp.abs(e_N), group_N)[group_N] + EPS)
     normalised_N = mk.masked(normalised_N, ok_N & mk.as_bool(contrast_N))
     g_N = jnp.clip(mk.masked(normalised_N, jnp.abs(normalised_N) > eta), -g_max, g_max)

@@ -3,8 +3,8 @@
 A masked slot may hold anything, NaN and inf included. It is replaced by 0 *before* any arithmetic (``where`` on the
 input): a ``where`` on the result would keep the value clean but let NaN through in the gradient.
 
-Segments are groups or trajectories. Ids are arbitrary integers in any order; they are mapped to dense ids 0..N-1 so
-that the number of segments is static, and rows that must not count go to one extra dump segment N.
+Segments are groups or trajectories. Ids are arbitrary integers in any order; they are mapped to 0..N-1 so that the
+number of segments is static, and rows that must not count go to one extra dump segment N.
 """
 
 from collections.abc import Mapping
@@ -145,39 +145,39 @@ def poison(loss_NL, lS_NL, mask_NL, *arrays) -> jax.Array:
 # --- segments -------------------------------------------------------------------------------------------------------
 
 
-def dense_ids(ids_N, ok_N) -> jax.Array:
-    """Arbitrary integer ids -> `[N]` dense ids in 0..N-1; rows with ok = False get the dump id N."""
+def segment_ids(ids_N, ok_N) -> jax.Array:
+    """Arbitrary integer ids -> `[N]` segments in 0..N-1 (with holes); rows with ok = False get the dump segment N."""
     chex.assert_rank([ids_N, ok_N], 1)
     chex.assert_equal_shape([ids_N, ok_N])
-    n = ids_N.shape[0]
-    _, inverse_N = jnp.unique(jnp.asarray(ids_N), return_inverse=True, size=n)
-    return jnp.where(ok_N, inverse_N.reshape(n), n)
+    ids_N = jnp.asarray(ids_N)
+    # The first place of an id among the sorted ids names it, without counting the distinct ones.
+    return jnp.where(ok_N, jnp.searchsorted(jnp.sort(ids_N), ids_N), ids_N.shape[0])
 
 
 def segment_sum(x_N, seg_N) -> jax.Array:
-    """Sum of x per dense segment, `[N + 1]`; index it with `seg_N` to hand the value back to the rows."""
+    """Sum of x per segment, `[N + 1]`; index it with `seg_N` to hand the value back to the rows."""
     return jax.ops.segment_sum(x_N, seg_N, num_segments=seg_N.shape[0] + 1)
 
 
 def segment_count(seg_N, dtype=jnp.float32) -> jax.Array:
-    """Rows per dense segment, `[N + 1]`."""
+    """Rows per segment, `[N + 1]`."""
     return segment_sum(jnp.ones(seg_N.shape, dtype), seg_N)
 
 
 def segment_mean(x_N, seg_N) -> jax.Array:
-    """Mean of x per dense segment, `[N + 1]`, 0 for an empty one. Two passes, as `masked_mean`."""
+    """Mean of x per segment, `[N + 1]`, 0 for an empty one. Two passes, as `masked_mean`."""
     n = jnp.maximum(segment_count(seg_N, x_N.dtype), 1)
     first = segment_sum(x_N, seg_N) / n
     return first + segment_sum(x_N - first[seg_N], seg_N) / n
 
 
 def segment_min(x_N, seg_N) -> jax.Array:
-    """Minimum of x per dense segment, `[N + 1]`; empty segments hold the identity of min."""
+    """Minimum of x per segment, `[N + 1]`; empty segments hold the identity of min."""
     return jax.ops.segment_min(x_N, seg_N, num_segments=seg_N.shape[0] + 1)
 
 
 def segment_std(x_N, seg_N, ddof: int = 0) -> jax.Array:
-    """Standard deviation of x per dense segment, `[N + 1]`, 0 where n <= ddof.
+    """Standard deviation of x per segment, `[N + 1]`, 0 where n <= ddof.
 
     x is shifted by its segment's minimum first: equal values then give exactly 0, whatever their size.
     """

@@ -29,7 +29,7 @@ def ocsd_select(lO_NL, mask_NL, trajectory_N, turn_N, eligible_N, *, rho: float 
     eligible_N = mk.as_bool(eligible_N) & ok_N
     nll_N = -mk.masked_mean(lO_NL, mask_NL, axis=1)
 
-    trajectory_N = mk.dense_ids(trajectory_N, ok_N)
+    trajectory_N = mk.segment_ids(trajectory_N, ok_N)
     order_N = jnp.lexsort((jnp.asarray(turn_N), -nll_N, ~eligible_N, trajectory_N))
     start = mk.segment_min(jnp.arange(rows), trajectory_N[order_N])
     rank_N = jnp.zeros(rows, jnp.int32).at[order_N].set(jnp.arange(rows, dtype=jnp.int32))

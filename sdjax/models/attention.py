@@ -25,6 +25,25 @@ def _attend(q_BTHK: jax.Array, k_BSJK: jax.Array, v_BSJK: jax.Array, mask_BTS: j
     return out.astype(q_BTHK.dtype).reshape(B, T, H, K)
 
 
+def _attend_one(q_S1HK: jax.Array, k_SLJK: jax.Array, v_SLJK: jax.Array, mask_S1L: jax.Array) -> jax.Array:
+    """``_attend`` for a single query per row, the case of decoding.
+
+    Each query head is written into its own key/value head's place of a zero vector over all of them. That is J times the
+    arithmetic of a step that waits for memory anyway, and the cache is read as it lies: no transposed copy of it.
+    """
+    S, _, H, K = q_S1HK.shape
+    L, J = k_SLJK.shape[1:3]
+    precision = jax.lax.Precision.HIGHEST if q_S1HK.dtype == jnp.float32 else None
+    own_HJ1 = (jnp.arange(H)[:, None] // (H // J) == jnp.arange(J))[..., None]
+    q_SHJK = jnp.where(own_HJ1, (q_S1HK[:, 0] * (K**-0.5)).astype(k_SLJK.dtype)[:, :, None], 0)
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    score_SHL = dot("shx,slx->shl", q_SHJK.reshape(S, H, J * K), k_SLJK.reshape(S, L, J * K))
+    score_SHL = jnp.where(mask_S1L, score_SHL, jnp.finfo(jnp.float32).min)
+    prob_SHL = jax.nn.softmax(score_SHL, axis=-1).astype(v_SLJK.dtype)
+    out_SHJK = dot("shl,slx->shx", prob_SHL, v_SLJK.reshape(S, L, J * K)).reshape(S, H, J, K)
+    return jnp.where(own_HJ1, out_SHJK, 0).sum(axis=2)[:, None].astype(q_S1HK.dtype)
+
+
 def _chunks(total: int) -> list[tuple[int, int]]:
     return [(i, min(i + QUERY_CHUNK, total)) for i in range(0, total, QUERY_CHUNK)]
 
@@ -59,6 +78,8 @@ def cached_attention(q_STHK: jax.Array, k_SLJK: jax.Array, v_SLJK: jax.Array, po
     Returns [S, T, heads, head_dim].
     """
     length = k_SLJK.shape[1]
+    if q_STHK.shape[1] == 1:
+        return _attend_one(q_STHK, k_SLJK, v_SLJK, jnp.arange(length)[None, None, :] <= position_ST[..., None])
     outs = []
     for begin, end in _chunks(q_STHK.shape[1]):
         mask = jnp.arange(length)[None, None, :] <= position_ST[:, begin:end, None]

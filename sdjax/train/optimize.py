@@ -44,20 +44,25 @@ class Optimizer:
         """Moves packed host arrays to the devices, rows split over the data axes."""
         return jax.tree.map(lambda x: jax.device_put(x, self._batch), arrays)
 
-    def pack(self, sequences: Sequences, rows: Sequence[int]) -> list[Packed]:
+    def pack(self, sequences: Sequences, rows: Sequence[int], extra_tokens: int = 0) -> list[Packed]:
         return pack(
             sequences.prompts,
             sequences.responses,
             rows,
-            length=self.train.pack_length,
+            length=self.train.pack_length + extra_tokens,
             slots=self.train.loss_slots,
             batch_rows=self.train.pack_rows,
         )
 
-    def score(self, params: Any, sequences: Sequences, shape: tuple[int, int]) -> np.ndarray:
-        """Log-probabilities [N, L] of all responses under ``params``; 0 where there is no token."""
+    def score(
+        self, params: Any, sequences: Sequences, shape: tuple[int, int], *, extra_tokens: int = 0
+    ) -> np.ndarray:
+        """Log-probabilities [N, L] of all responses under ``params``; 0 where there is no token.
+
+        ``extra_tokens`` lengthens the packed rows, for prompts that carry privileged text.
+        """
         out = np.zeros(shape, np.float32)
-        packed = self.pack(sequences, range(len(sequences.responses)))
+        packed = self.pack(sequences, range(len(sequences.responses)), extra_tokens)
         # Dispatch everything before the first result is fetched, so that the device never waits for the host.
         results = [self.updater.score(params, self.put(p.device_arrays())) for p in packed]
         for p, logps in zip(packed, jax.device_get(results)):

@@ -129,7 +129,8 @@ class WarmStart:
         tokens = sum(len(rows.responses[i]) for i in set(members))
         grads = jax.tree.map(jnp.zeros_like, state["params"])
         total = 0.0
-        for p in self.optimizer.pack(rows, sorted(set(members))):
+        extra = self.config.teacher.privileged_tokens if sft.privileged_share > 0 else 0
+        for p in self.optimizer.pack(rows, sorted(set(members)), extra):
             batch = self.optimizer.put(p.device_arrays())
             grads, loss = self._gradient(state["params"], grads, batch, jnp.float32(1 / tokens))
             total += float(loss)

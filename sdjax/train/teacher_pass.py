@@ -75,7 +75,7 @@ class Teacher:
         if unknown:
             raise ConfigError(f"no teacher provides the view {unknown[0]!r}.", f"known views: {', '.join(known)}.")
         self.views = {v: known[v](config, tokenizer, prompt_tokens) for v in views}
-        self.tokenizer = tokenizer
+        self.tokenizer, self.extra_tokens = tokenizer, config.privileged_tokens
 
     def score(
         self, optimizer: Optimizer, params: Any, rows: Sequence[Row], shape: tuple[int, int]
@@ -84,7 +84,7 @@ class Teacher:
         scored, metrics = {}, {}
         for name, view in self.views.items():
             sequences, counters = view.sequences(rows)
-            scored[name] = optimizer.score(params, sequences, shape)
+            scored[name] = optimizer.score(params, sequences, shape, extra_tokens=self.extra_tokens)
             metrics |= counters
         return scored, metrics
 

@@ -56,7 +56,7 @@ def test_segments_with_arbitrary_ids(seed):
     ids = rng.choice([-7, 0, 3, 2**30, 12], 9)
     ok = rng.random(9) < 0.8
     x = np.where(ok, rng.standard_normal(9), 0.0)
-    seg = mk.dense_ids(ids, ok)
+    seg = mk.segment_ids(ids, ok)
     assert (np.asarray(seg)[~ok] == 9).all()
     members = [ok & (ids == i) for i in ids]
     for got, f in (
