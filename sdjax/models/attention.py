@@ -28,8 +28,8 @@ def _attend(q_BTHK: jax.Array, k_BSJK: jax.Array, v_BSJK: jax.Array, mask_BTS: j
 def _attend_one(q_S1HK: jax.Array, k_SLJK: jax.Array, v_SLJK: jax.Array, mask_S1L: jax.Array) -> jax.Array:
     """``_attend`` for a single query per row, the case of decoding.
 
-    Each query head is written into its own key/value head's place of a zero vector over all of them. That is J times the
-    arithmetic of a step that waits for memory anyway, and the cache is read as it lies: no transposed copy of it.
+    Each query head is written into its own key/value head's place of a zero vector over all of them. That is J times
+    the arithmetic of a step that waits for memory anyway, and the cache is read as it lies, without a transposed copy.
     """
     S, _, H, K = q_S1HK.shape
     L, J = k_SLJK.shape[1:3]

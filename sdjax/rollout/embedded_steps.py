@@ -112,7 +112,9 @@ def decode(
     size = slots.last_S.shape[0]
     started = jnp.sum(slots.active_S)
     whole = cache
-    cache = jax.tree.map(lambda leaf: leaf[:, :size], whole)
+    partial_rows = size < jax.tree.leaves(whole)[0].shape[1]
+    if partial_rows:
+        cache = jax.tree.map(lambda leaf: leaf[:, :size], whole)
 
     def unfinished(carry):
         _, now, chunk = carry
@@ -152,9 +154,10 @@ def decode(
         steps=jnp.int32(0),
     )
     cache, _, chunk = jax.lax.while_loop(unfinished, step, (cache, slots, empty))
-    cache = jax.tree.map(
-        lambda target, part: jax.lax.dynamic_update_slice(target, part, (0,) * part.ndim), whole, cache
-    )
+    if partial_rows:
+        cache = jax.tree.map(
+            lambda target, part: jax.lax.dynamic_update_slice(target, part, (0,) * part.ndim), whole, cache
+        )
     return _constrain(cache, sharding), chunk
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sdjax import losses
+from sdjax.losses import TokenSum
 
 from .batches import Batch
 
@@ -24,7 +25,7 @@ def _feedback(b):
 
 
 def _prior(b):
-    return losses.prior_success(b["success"], b["group"], b["trajectory"], b["ok"])
+    return losses.prior_success(b["success"].astype(b["adv"].dtype), b["group"], b["trajectory"], b["ok"])
 
 
 def _contrast(b):
@@ -70,6 +71,8 @@ def _group(b, **options):
     return jnp.where(b["mask"], adv_N[:, None], 0)
 
 
+# One entry per code path; the others differ in a constant.
+VARIANTS = ("group_nostd", "agent_paper", "adrs_fixed", "adrs_after")
 ADVANTAGES = {
     "group_row": _group,
     "group_trajectory": functools.partial(_group, stats="trajectory"),
@@ -92,15 +95,12 @@ def as_dict(b: Batch) -> dict:
 
 @functools.cache
 def _jitted_loss(name):
-    def value_and_grad(b, lS):
-        def scalar(x):
-            out = LOSSES[name](b, x)
-            return out.total, out
+    def scalar(differentiable, rest):
+        b = differentiable | rest
+        out = LOSSES[name](b, b["lS"])
+        return out.total, out
 
-        (_, out), grad = jax.value_and_grad(scalar, has_aux=True)(lS)
-        return out, grad
-
-    return jax.jit(value_and_grad)
+    return jax.jit(jax.value_and_grad(scalar, has_aux=True))
 
 
 @functools.cache
@@ -108,11 +108,19 @@ def _jitted_advantage(name):
     return jax.jit(ADVANTAGES[name])
 
 
-def run_loss(name: str, b: Batch):
-    """TokenSum and d total / d lS of a loss."""
+def run_loss_with_all_gradients(name: str, b: Batch) -> tuple[TokenSum, dict[str, np.ndarray]]:
+    """TokenSum of a loss and its gradient to every float array of the batch."""
     arrays = as_dict(b)
-    out, grad = _jitted_loss(name)(arrays, arrays["lS"])
-    return out, np.asarray(grad)
+    floats = {k: x for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    rest = {k: x for k, x in arrays.items() if k not in floats}
+    (_, out), grads = _jitted_loss(name)(floats, rest)
+    return out, {k: np.asarray(g) for k, g in grads.items()}
+
+
+def run_loss(name: str, b: Batch) -> tuple[TokenSum, np.ndarray]:
+    """TokenSum of a loss and d total / d lS."""
+    out, grads = run_loss_with_all_gradients(name, b)
+    return out, grads["lS"]
 
 
 def run_advantage(name: str, b: Batch) -> np.ndarray:

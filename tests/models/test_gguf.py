@@ -105,7 +105,7 @@ def test_weights_config_and_tokenizer_come_out_as_they_went_in(tmp_path):
     assert stored.keys() == weights.keys()
     for name, value in weights.items():
         np.testing.assert_array_equal(stored[name], value, err_msg=name)
-    model, params, tokenizer = load_checkpoint(tmp_path / "out")
+    model, _, tokenizer = load_checkpoint(tmp_path / "out")
     c = model.config
     assert (c.layers, c.heads, c.kv_heads, c.head_dim, c.max_positions) == (LAYERS, HEADS, KV_HEADS, 8, 128)
     assert (c.rope_theta, c.rms_eps, c.tie_embeddings) == (5000.0, 1e-5, True)
@@ -119,7 +119,7 @@ def test_quantised_weights_are_near(tmp_path):
     weights = _write(tmp_path / "m.gguf", quantise=True)
     stored = _stored(gguf.convert_gguf(tmp_path / "m.gguf", tmp_path / "out"))
     for name, value in weights.items():
-        assert np.abs(stored[name] - value).max() <= (0.2 if value.ndim == 2 else 0), name
+        assert np.abs(stored[name] - value).max() <= (0.25 if value.ndim == 2 else 0), name
 
 
 def test_a_conversion_is_made_once_per_content(tmp_path, monkeypatch):
@@ -195,7 +195,9 @@ def test_smollm2_tokenizes_as_its_authors_do_and_answers(smollm2):
         *(3546, 46494, 37366, 816, 17097, 241, 115, 40993, 179, 120, 248, 47526),
     ]
     assert tokenizer.encode("  two  spaces\n\n\ttab\n") == [216, 827, 216, 5600, 1116, 197, 15999, 198]
-    assert tokenizer.encode("you see a shelf 12,") == [5417, 963, 253, 15714, 216, 33, 34, 28]
+    assert tokenizer.encode("Looking quickly around you, you see a shelf 12, a desk 205.")[-13:] == [
+        *(253, 15714, 216, 33, 34, 28, 253, 10917, 216, 34, 32, 37, 30),
+    ]
     prompt = tokenizer.render_chat("What is the capital of France?")
     assert tokenizer.render_chat_text("hi").startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"

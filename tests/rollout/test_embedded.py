@@ -292,6 +292,7 @@ def test_new_weights_leave_nothing_of_the_old_ones():
     requests = make_requests(8, seed=5)
     assert {c.weight_version for c in generate(engine, requests)} == {3}
     engine.update_weights(params(1), 4)
+    assert engine.health()["cache_bytes"] == 0
     after = generate(engine, requests)
     assert {c.weight_version for c in after} == {4}
     for request, done in zip(requests, after):
