@@ -34,7 +34,7 @@ def corpus(config: RunConfig) -> Iterator[str]:
     template = PromptTemplate.load(config.env.name, config.env.template, config.env.history)
     for task in benchmark.task_ids(config.env.train_split)[:_CORPUS_GAMES]:
         past: list[tuple[str, str]] = []
-        for turn in benchmark.expert_episode(task, config.sft.expert, 0, config.env.turns):
+        for turn in benchmark.expert_episode(task, config.sft.expert, 0, config.env.turns, config.sft.noise):
             observation = turn.observation
             yield template.render(observation.task, observation.text, observation.admissible, past, len(past))
             yield template.answer(turn.thought, turn.action)

@@ -42,7 +42,7 @@ def get_config(arguments: str = "grpo"):
     config.teacher.bank, config.teacher.privileged_tokens = "alfworld_brief", 160
     config.eval.every, config.eval.panel, config.eval.final_seeds = 5, "valid", 3
     sft = config.sft
-    sft.episodes, sft.steps, sft.batch_rows, sft.learning_rate = 4000, 2000, 32, 3e-3
-    sft.privileged_share = 0.25
+    sft.episodes, sft.steps, sft.batch_rows, sft.learning_rate = 4000, 1600, 32, 4e-3
+    sft.noise, sft.privileged_share = 0.6, 0.25
     config.save.every, config.save.keep = 5, 1
     return config

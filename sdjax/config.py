@@ -129,8 +129,10 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Warm start from expert episodes. privileged_share: share of rows that carry the teacher's text in front, so that a
-    small model learns to read it. expert: ``search`` (sees only what an agent sees) or ``plan`` (shortest plan)."""
+    """Warm start from expert episodes. expert: ``search`` (sees only what an agent sees) or ``plan`` (shortest plan).
+    noise: probability that a turn of the expert is a random one, so that imitation leaves something to learn.
+    privileged_share: share of episodes that carry the teacher's text in front and have no noise, so that a small model
+    learns to act better when it reads that text."""
 
     expert: Literal["search", "plan"] = "search"
     episodes: int = 1000
@@ -139,6 +141,7 @@ class SftConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
+    noise: float = 0.0
     privileged_share: float = 0.0
 
 

@@ -5,6 +5,7 @@ last one stopped; a finished run returns at once.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def _run(console: Console) -> int:
     if _MODE.value == "report":
         from sdjax.report import build_report, find_runs
 
-        out = build_report(find_runs([Path(r) for r in _RUNS.value] or [workdir]), workdir / "report.html")
+        out = build_report(find_runs(_RUNS.value or [workdir]), workdir / "report.html")
         console.print(f"report: {out}")
         return 0
     if _CONFIG.value is None:
@@ -55,6 +56,7 @@ def _run(console: Console) -> int:
     from sdjax.train.rundir import RunDir
 
     config = load(_CONFIG.value)
+    _keep_compiled_programs()
     # Orbax and absl report every checkpoint at INFO; the run's own lines say more.
     logging.getLogger("absl").setLevel(logging.WARNING)
     with RunDir(workdir) as directory:
@@ -74,6 +76,16 @@ def _run(console: Console) -> int:
             return 0
         Trainer(config, directory, console).run()
     return 0
+
+
+def _keep_compiled_programs() -> None:
+    """Compiled programs are kept on disk, so that a resumed run or the next method starts in seconds."""
+    import jax
+
+    if not jax.config.jax_compilation_cache_dir:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "sdjax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,13 @@ class Benchmark(Protocol):
         """Task family for skill routing and per-family scores."""
         ...
 
-    def expert_episode(self, task_id: str, kind: str, seed: int, max_turns: int) -> list[ExpertTurn]:
-        """A winning episode of an expert, or an empty list if it did not win within ``max_turns``."""
+    def expert_episode(
+        self, task_id: str, kind: str, seed: int, max_turns: int, noise: float = 0.0
+    ) -> list[ExpertTurn]:
+        """A winning episode of an expert, or an empty list if it did not win within ``max_turns``.
+
+        With ``noise``, the probability of a random turn, the episode is returned whether it wins or not.
+        """
         ...
 
     def provenance(self) -> dict[str, Any]:

@@ -65,6 +65,16 @@ def load_run(path: Path | str) -> Run:
     )
 
 
+def find_runs(paths: Sequence[Path | str]) -> list[Path]:
+    """Returns every run directory (a folder with config.json) at or below ``paths``, in order of their names."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        for config in sorted([*path.glob("config.json"), *path.glob("*/config.json"), *path.glob("*/*/config.json")]):
+            if (config.parent / "metrics.jsonl").exists() or (config.parent / "LOCK").exists():
+                found.setdefault(config.parent)
+    return list(found)
+
+
 def load_runs(paths: Sequence[Path | str]) -> list[Run]:
     """Reads several runs, each directory once, labelled uniquely within their setting, GRPO first.
 

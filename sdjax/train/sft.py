@@ -30,7 +30,7 @@ from sdjax.train.update import Updater, token_logps
 def expert_rows(run: session.Session, console: Console) -> Sequences:
     """Prompts and answers of expert episodes on the training split, turn by turn.
 
-    A seeded share of the rows (``sft.privileged_share``) carries the skill bank's text in front.
+    A seeded share of the episodes (``sft.privileged_share``) carries the skill bank's text in front and has no noise.
     """
     config, sft, tokenizer = run.config, run.config.sft, run.tokenizer
     teacher = None
@@ -43,8 +43,10 @@ def expert_rows(run: session.Session, console: Console) -> Sequences:
     for number in range(sft.episodes):
         task = task_ids[number % len(task_ids)]
         seed = derive_seed(config.seed, "sft/expert", task=task, step=number)
+        privileged = teacher is not None and rng.random() < sft.privileged_share
+        noise = 0.0 if privileged else sft.noise
         past: list[tuple[str, str]] = []
-        for turn in run.benchmark.expert_episode(task, sft.expert, seed, config.env.turns):
+        for turn in run.benchmark.expert_episode(task, sft.expert, seed, config.env.turns, noise):
             observation = turn.observation
             text = run.template.render(
                 observation.task,
@@ -54,7 +56,7 @@ def expert_rows(run: session.Session, console: Console) -> Sequences:
                 len(past),
             )
             ids = np.asarray(tokenizer.render_chat(text), np.int32)
-            if teacher is not None and rng.random() < sft.privileged_share:
+            if teacher is not None and privileged:
                 ids = teacher.prompt.ids(teacher.text(run.benchmark.family(task))[0], ids).ids
             prompts.append(ids)
             answer = tokenizer.encode(run.template.answer(turn.thought, turn.action))
@@ -119,18 +121,12 @@ class WarmStart:
 
     def _update(self, state: Any, rows: Sequences, step: int) -> tuple[Any, dict[str, float]]:
         sft = self.config.sft
-        # A new seeded permutation for every pass over the rows; a function of the step, so that a resumed run agrees.
-        n = len(rows.responses)
-        places = np.arange((step - 1) * sft.batch_rows, step * sft.batch_rows)
-        members = [
-            int(np.random.default_rng(derive_seed(self.config.seed, "sft/order", step=int(e))).permutation(n)[i])
-            for e, i in zip(places // n, places % n)
-        ]
-        tokens = sum(len(rows.responses[i]) for i in set(members))
+        members = sorted({int(i) for i in self._members(len(rows.responses), step)})
+        tokens = sum(len(rows.responses[i]) for i in members)
         grads = jax.tree.map(jnp.zeros_like, state["params"])
         total = 0.0
         extra = self.config.teacher.privileged_tokens if sft.privileged_share > 0 else 0
-        for p in self.optimizer.pack(rows, sorted(set(members)), extra):
+        for p in self.optimizer.pack(rows, members, extra):
             batch = self.optimizer.put(p.device_arrays())
             grads, loss = self._gradient(state["params"], grads, batch, jnp.float32(1 / tokens))
             total += float(loss)
@@ -138,6 +134,16 @@ class WarmStart:
         rate = sft.learning_rate * warm * (1 - (step - 1) / sft.steps)
         state, norm = self.updater.apply(state, grads, jnp.float32(rate))
         return state, {"sft/loss": total, "optim/lr": rate, "optim/grad_norm": float(norm)}
+
+    def _members(self, n: int, step: int) -> np.ndarray:
+        """Rows of one update: a new seeded permutation for every pass, a function of the step, so that resuming agrees."""
+        size = self.config.sft.batch_rows
+        places = np.arange((step - 1) * size, step * size)
+        orders = {
+            epoch: np.random.default_rng(derive_seed(self.config.seed, "sft/order", step=epoch)).permutation(n)
+            for epoch in {int(e) for e in places // n}
+        }
+        return np.array([orders[int(place) // n][place % n] for place in places])
 
     def _add_gradient(self, params, accumulated, batch, scale):
         def loss_fn(params):

@@ -207,9 +207,10 @@ class AlfworldBenchmark:
             return AlfworldEnvironment(self.store, self._reward_success)
         return TextworldEnvironment(self.store, self._reward_success, self._pool)
 
-    def expert_episode(self, task_id: str, kind: str, seed: int, max_turns: int) -> list[ExpertTurn]:
-        """A winning episode of the ``"search"`` or ``"plan"`` expert, or an empty list (see ``alfworld.expert``)."""
-        return expert_episode(self.store.game(task_id), kind, seed, max_turns=max_turns)
+    def expert_episode(
+        self, task_id: str, kind: str, seed: int, max_turns: int, noise: float = 0.0
+    ) -> list[ExpertTurn]:
+        return expert_episode(self.store.game(task_id), kind, seed, max_turns=max_turns, noise=noise)
 
     def family(self, task_id: str) -> str:
         """The task type, one of six."""

@@ -2,7 +2,8 @@
 
 ``search`` plays like an agent: it reads observations and admissible commands only, visits places in a sensible order
 until it has *seen* what it needs, then acts. ``plan`` follows the oracle, which knows hidden places: shorter, but a
-student that imitates it learns to guess. Thoughts come from our own templates and have at most eight words.
+student that imitates it learns to guess. Thoughts come from our own templates and have at most eight words. Either can be
+made imperfect: with some probability a turn plays a random command, so that imitation leaves something to learn.
 """
 
 import functools
@@ -17,11 +18,14 @@ from sdjax.errors import ConfigError
 
 _CONTENTS = re.compile(r"(?:^|\. )(?:On|The) (?:the )?([a-z]+ \d+)(?: is open\. In it)?, you see ([^.]*)\.")
 _THING = re.compile(r"\ban? ([a-z]+ \d+)")
+# What a random turn may play, and what it thinks.
+_CHANGES = frozenset({"go", "open", "take", "move", "use", "clean", "heat", "cool"})
+RANDOM_THOUGHT = "Let me try something."
 _STATION_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 
 
 def expert_episode(
-    game: Game, kind: str = "search", seed: int = 0, *, max_turns: int = 50, stray: float = 0.0
+    game: Game, kind: str = "search", seed: int = 0, *, max_turns: int = 50, stray: float = 0.0, noise: float = 0.0
 ) -> list[ExpertTurn]:
     """Plays ``game`` from its start and returns the turns of a winning episode; the last turn wins.
 
@@ -29,28 +33,34 @@ def expert_episode(
       kind: ``"search"`` or ``"plan"``. max_turns: turns allowed.
       seed, stray: the searching expert looks into a random unvisited place instead of the most sensible one with
         probability ``stray``, drawn from ``seed``.
+      noise: probability that a turn plays a random command that changes something, drawn from ``seed``.
     Returns:
-      The turns, or an empty list if the expert did not win in time.
+      The turns. An expert without noise that did not win in time gives an empty list, one with noise what it played.
     Raises:
       ConfigError: unknown ``kind``.
     """
-    episode = Episode(game)
-    turns: list[ExpertTurn] = []
-    if kind == "plan":
-        for command in plan(episode) or []:
-            turns.append(ExpertTurn(_observation(episode), command, _thought(game, command)))
-            episode.step(command)
-        return turns if episode.won() and len(turns) <= max_turns else []
-    if kind != "search":
+    if kind not in ("search", "plan"):
         raise ConfigError(f"no expert {kind!r}.", 'use "search" or "plan".')
-    searcher = _Searcher(game, random.Random(f"alfworld expert {seed}"), stray)
+    episode = Episode(game)
+    rng = random.Random(f"alfworld expert {seed}")
+    searcher = _Searcher(game, rng, stray)
+    turns: list[ExpertTurn] = []
     while len(turns) < max_turns and not episode.won():
-        decision = searcher.decide(episode.text, episode.admissible)
+        searcher.read(episode.text, episode.admissible)
+        choices = [command for command in episode.admissible if command.split()[0] in _CHANGES]
+        if noise > 0 and choices and rng.random() < noise:
+            decision = rng.choice(choices), RANDOM_THOUGHT
+        elif kind == "plan":
+            commands = plan(episode)
+            decision = (commands[0], _thought(game, commands[0])) if commands else None
+        else:
+            decision = searcher.decide(episode.admissible)
         if decision is None:
-            return []
+            break
+        searcher.note(decision[0])
         turns.append(ExpertTurn(_observation(episode), *decision))
         episode.step(decision[0])
-    return turns if episode.won() else []
+    return turns if episode.won() or noise > 0 else []
 
 
 def _observation(episode: Episode) -> Observation:
@@ -100,36 +110,38 @@ class _Searcher:
         self._treated = False
         self._target: str | None = None  # the goal receptacle chosen, once one is chosen
 
-    def decide(self, observation: str, admissible: tuple[str, ...]) -> tuple[str, str] | None:
+    def decide(self, admissible: tuple[str, ...]) -> tuple[str, str] | None:
         """Returns (command, thought), or None when nothing sensible is left to do."""
-        self._read(observation, admissible)
         decision = self._decide(admissible)
-        if decision is None or decision[0] not in admissible:
-            return None
-        self._note(decision[0])
-        return decision
+        return None if decision is None or decision[0] not in admissible else decision
 
-    def _read(self, observation: str, admissible: tuple[str, ...]) -> None:
+    def read(self, observation: str, admissible: tuple[str, ...]) -> None:
+        """Takes in what the last command showed."""
         self._places |= {command[len("go to ") :] for command in admissible if command.startswith("go to ")}
         match = _CONTENTS.search(observation)
         if match:
             self._seen[match.group(1)] = _THING.findall(match.group(2))
             self._looked_at.add(match.group(1))
 
-    def _note(self, command: str) -> None:
+    def note(self, command: str) -> None:
+        """Takes in the command that is about to be played."""
         words = command.split()
         if words[0] == "take":
-            self._holding = f"{words[1]} {words[2]}"
-            self._seen[f"{words[4]} {words[5]}"].remove(self._holding)
+            self._holding, self._treated = f"{words[1]} {words[2]}", False
+            there = self._seen.get(f"{words[4]} {words[5]}", [])
+            if self._holding in there:
+                there.remove(self._holding)
         elif words[0] == "move":
             self._seen.setdefault(f"{words[4]} {words[5]}", []).append(f"{words[1]} {words[2]}")
             self._holding, self._treated = None, False
         elif words[0] in _STATION_KIND:
-            self._treated = True
+            self._treated = words[0] == self._verb
 
     def _decide(self, admissible: tuple[str, ...]) -> tuple[str, str] | None:
         if self._holding is None:
             return self._find(self._object, admissible)
+        if _kind(self._holding) != self._object:
+            return self._put_away(admissible)
         if self._lamp:
             return self._use_lamp(admissible)
         if self._verb and not self._treated:
@@ -149,6 +161,13 @@ class _Searcher:
                         continue
                 return self._reach(place, f"take {thing} from {place}", f"I see the {kind}. I take it.", admissible)
         return self._search(kind, admissible)
+
+    def _put_away(self, admissible: tuple[str, ...]) -> tuple[str, str] | None:
+        """Gets rid of a thing that a random command took."""
+        thought = f"I do not need the {_kind(self._holding or '')}."
+        usable = [command for command in admissible if command.startswith((f"move {self._holding} to ", "open "))]
+        usable = usable or [command for command in admissible if command.startswith("go to ")]
+        return (self._rng.choice(usable), thought) if usable else None
 
     def _use_lamp(self, admissible: tuple[str, ...]) -> tuple[str, str] | None:
         for command in admissible:
