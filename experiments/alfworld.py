@@ -1,28 +1,28 @@
-"""ALFWorld with the settings of the study, on the real games (about 130 turns-limited episodes a step).
+"""ALFWorld with the settings of the study, on the real games (16 tasks x 8 episodes a step, 50 turns).
 
     python -m sdjax.main --config=experiments/alfworld.py:sdar,qwen3-1.7b --workdir=runs/alfworld-sdar \\
         --config.env.data=/data/alfworld/json_2.1.1 --config.model.path=/models/Qwen3-1.7B
 
-Arguments: method and, optionally, a model preset. Hardware: one node of 8 accelerators of 80 GB for the large models; the
-small one (smollm2-135m) runs on one. No score is promised here: results of runs are in experiments/results.
+Arguments: method and, optionally, a model preset. Hardware: one node of 8 accelerators of 80 GB for the large models;
+the small one (smollm2-135m) runs on one. No score is promised here: results of runs are in experiments/results.
 """
 
 from sdjax.config import defaults
 
 MODELS = {
-    # name: (path, parameter dtype, compute dtype, fsdp devices)
-    "smollm2-135m": ("smollm2-135m", "float32", "bfloat16", 1),
-    "qwen3-1.7b": ("", "float32", "bfloat16", 8),
+    # name: (path, compute dtype, devices, packed rows of one micro-batch)
+    "smollm2-135m": ("smollm2-135m", "bfloat16", 1, 8),
+    "qwen3-1.7b": ("", "bfloat16", 8, 8),
 }
 
 
 def get_config(arguments: str = "grpo"):
     method, _, model = arguments.partition(",")
     config = defaults(method)
-    path, dtype, compute_dtype, fsdp = MODELS[model or "smollm2-135m"]
+    path, compute_dtype, devices, pack_rows = MODELS[model or "smollm2-135m"]
     config.name = f"alfworld-{model or 'smollm2-135m'}-{method}"
-    config.model.path, config.model.dtype, config.model.compute_dtype = path, dtype, compute_dtype
-    config.mesh.fsdp = fsdp
+    config.model.path, config.model.compute_dtype = path, compute_dtype
+    config.mesh.fsdp = devices
 
     config.env.name = "alfworld"
     config.env.template = "verl_agent"
@@ -31,12 +31,16 @@ def get_config(arguments: str = "grpo"):
 
     rollout = config.rollout
     rollout.prompt_tokens, rollout.response_tokens, rollout.max_length = 2048, 512, 2560
-    rollout.slots, rollout.cache_dtype = 128, compute_dtype
+    rollout.slots, rollout.prefill_rows, rollout.decode_chunk, rollout.cache_dtype = 128, 64, 16, compute_dtype
 
     train = config.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 100, 16, 8, 256
     train.learning_rate, train.kl_coef, train.entropy_coef = 1e-6, 0.01, 0.001
-    train.pack_length, train.pack_rows, train.loss_slots = 8192, fsdp, 4096
+    train.pack_length, train.pack_rows, train.loss_slots = 2560, pack_rows, 1024
+
+    # A model of this size never wins untrained games: see --mode=sft for a warm start from expert episodes.
+    sft = config.sft
+    sft.episodes, sft.steps, sft.batch_rows, sft.learning_rate = 1000, 150, 32, 2e-4
 
     config.teacher.bank = "alfworld"
     config.eval.every, config.eval.temperature = 5, 0.4

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ml_collections
+from ml_collections import config_dict
 
 from sdjax.envs.config import EnvConfig
 from sdjax.errors import ConfigError
@@ -22,7 +23,8 @@ from sdjax.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """path: a Hugging Face directory, a .gguf file or "smollm2-135m"; training starts from (and the reference policy is)
+    """path: a Hugging Face directory, a .gguf file or "smollm2-135m"; training starts from (and the reference
+    policy is)
     these weights. dtype: of the stored parameters. compute_dtype: of matrix products in trainer and engine."""
 
     path: str = ""
@@ -32,9 +34,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """engine: who generates. slots: episodes decoded at the same time. max_length: prompt + response tokens of one slot.
-    retries: fresh environments tried before an episode is recorded as failed. warn_gap / stop_gap: thresholds on the mean
-    |log-prob gap| between engine and trainer (nats)."""
+    """engine: who generates. slots: episodes decoded at the same time. max_length: prompt + response tokens of one slot
+    (an acting teacher adds ``teacher.privileged_tokens``).
+    retries: fresh environments tried before an episode is recorded as failed. warn_gap / stop_gap: thresholds on the
+    mean |log-prob gap| between engine and trainer (nats)."""
 
     engine: Literal["embedded"] = "embedded"
     slots: int = 64
@@ -86,7 +89,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; parameters are sharded over ``fsdp`` and ``tensor``, batches over ``data`` and ``fsdp``."""
+    """Devices along each axis; parameters are sharded over ``fsdp`` and ``tensor``, batches over ``data`` and
+    ``fsdp``.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -95,21 +100,36 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """bank: name of a shipped skill bank or a directory. weights: whose parameters score under the privileged prompt.
-    privileged_tokens: the teacher's own budget on top of the student's prompt limit."""
+    """bank: name of a shipped skill bank or a directory. weights: whose parameters score under the privileged prompt
+    ("method": what the method declares). ema_decay: share of the old average kept per global step. privileged_tokens:
+    the teacher's own budget on top of the student's prompt limit; dynamic texts are cut at their end to fit.
+
+    Texts from trajectories. horizon, observation_tokens: how many next observations are shown and the longest of them.
+    sibling_margin: on graded returns, by how much a failed sibling must be better to be shown (reward units).
+    contrast_spread: on graded returns, the spread that a group needs for a guide. reflection_turns,
+    reflection_observation_chars, reflection_tokens: how much of an episode its reflection reads, and the longest
+    reflection or guide."""
 
     bank: str = ""
-    weights: Literal["theta_old"] = "theta_old"
+    weights: Literal["method", "theta_old", "ema", "init"] = "method"
+    ema_decay: float = 0.95
     placement: Literal["before_chat", "user_turn"] = "before_chat"
     truncation: Literal["own_budget", "released_left"] = "own_budget"
     privileged_tokens: int = 2048
     on_missing: Literal["error", "count"] = "error"
+    horizon: int = 1
+    observation_tokens: int = 1024
+    sibling_margin: float = 2.0
+    contrast_spread: float = 1.0
+    reflection_turns: int = 50
+    reflection_observation_chars: int = 400
+    reflection_tokens: int = 512
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """every: validation after each multiple of this many updates, and before the first. final_seeds: rollout seeds of the
-    final evaluation. panel: name of the fixed panel (``valid_seen``, ``valid_seen:64``, ...)."""
+    """every: validation after each multiple of this many updates, and before the first. final_seeds: rollout seeds of
+    the final evaluation. panel: name of the fixed panel (``valid_seen``, ``valid_seen:64``, ...)."""
 
     every: int = 5
     panel: str = "valid"
@@ -164,12 +184,27 @@ class RunConfig:
 
 
 def defaults(method: str = "grpo", **method_fields: Any) -> ml_collections.ConfigDict:
-    """Returns every key with its default value, for ``get_config`` to edit. ``method`` selects the method's own keys."""
+    """Returns every key with its default value, for ``get_config`` to edit.
+
+    ``method`` selects the method's own keys.
+    """
     from sdjax.methods import registry
 
     values = _plain(RunConfig())
-    values["method"] = {"name": method, **_plain(registry.config_class(method)()), **method_fields}
+    settings = registry.config_class(method)
+    values["method"] = {"name": method, **_plain(settings()), **_placeholders(settings), **method_fields}
     return ml_collections.ConfigDict(values)
+
+
+def _placeholders(cls: type) -> dict[str, Any]:
+    """Typed stand-ins for the keys that are None, without which the command line could not set them."""
+    stand_ins = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        if len(kinds) < len(typing.get_args(hint)):
+            kind = str if typing.get_origin(kinds[0]) is Literal else kinds[0]
+            stand_ins[name] = config_dict.placeholder(kind)
+    return stand_ins
 
 
 def load(values: Any) -> RunConfig:
@@ -191,7 +226,7 @@ def load(values: Any) -> RunConfig:
         raise ConfigError("method.name is missing.", f"set it to one of {', '.join(registry.names())}.")
     method_config = _build(registry.config_class(name), method, "method")
     config = _build(RunConfig, values, "")
-    config = dataclasses.replace(config, method=registry.MethodConfig(name=name, settings=method_config))
+    config = dataclasses.replace(config, method=registry.resolve(name, method_config, config.env.name))
     _check(config)
     return config
 
@@ -291,6 +326,8 @@ def _check(config: RunConfig) -> None:
         "eval.every": config.eval.every,
         "save.every": config.save.every,
         "env.turns": config.env.turns,
+        "teacher.horizon": config.teacher.horizon,
+        "teacher.reflection_tokens": config.teacher.reflection_tokens,
     }
     for key, value in positive.items():
         if value < 1:
@@ -314,6 +351,8 @@ def _check(config: RunConfig) -> None:
             f"method.name = {config.method.name!r} reads a skill bank, but teacher.bank is empty.",
             f"set teacher.bank, e.g. {config.env.name!r}.",
         )
+    if not 0 <= config.teacher.ema_decay <= 1:
+        raise ConfigError(f"teacher.ema_decay = {config.teacher.ema_decay} is no share.", "use a value from 0 to 1.")
     if train.pack_length < longest:
         raise ConfigError(
             f"train.pack_length = {train.pack_length} is shorter than the longest row, {longest} tokens "

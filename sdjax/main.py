@@ -1,21 +1,22 @@
 """Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode={train,sft,eval,report}``.
 
-Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where the
-last one stopped; a finished run returns at once.
+Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where
+the last one stopped; a finished run returns at once.
 """
 
-import logging
 import os
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
 from sdjax.errors import ConfigError, SdjaxError
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar"
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run (train, sft, eval) or of the report.")
 _MODE = flags.DEFINE_enum("mode", "train", ["train", "sft", "eval", "report"], "What to do.")
 _RUNS = flags.DEFINE_list("runs", [], "Run directories of a report, or folders that contain some.")
@@ -26,6 +27,8 @@ _CONFIG_EXIT_CODE, _FAILED_EXIT_CODE = 2, 1
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    # JAX and Orbax report every start and checkpoint at INFO; the run's own lines say more.
+    logging.set_verbosity(logging.WARNING)
     console = Console()
     try:
         return _run(console)
@@ -57,8 +60,6 @@ def _run(console: Console) -> int:
 
     config = load(_CONFIG.value)
     _keep_compiled_programs()
-    # Orbax and absl report every checkpoint at INFO; the run's own lines say more.
-    logging.getLogger("absl").setLevel(logging.WARNING)
     with RunDir(workdir) as directory:
         if _MODE.value == "sft":
             from sdjax.train.sft import WarmStart

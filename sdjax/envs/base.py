@@ -34,8 +34,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """reward: this step's reward in reward units (10 = success on ALFWorld). score: the benchmark's own score so far, in
-    [0, 1]. info: per-step facts for metrics (e.g. ``admissible``: whether the command was in the list)."""
+    """reward: this step's reward in reward units (10 = success on ALFWorld). score: the benchmark's own score so far,
+    in [0, 1]. info: per-step facts for metrics (e.g. ``admissible``: whether the command was in the list)."""
 
     observation: Observation
     reward: float

@@ -21,7 +21,8 @@ _CJK = re.compile("[\u4e00-\u9fff]")
 
 @dataclass(frozen=True)
 class Protocol:
-    """Constants of a benchmark. Rewards in reward units (10 = success on ALFWorld), limits in turns and tokens."""
+    """Constants of a benchmark. Rewards in reward units (10 = success on ALFWorld), limits in turns and tokens. graded:
+    returns measure partial success, so that a positive one is not yet a win."""
 
     turn_limit: int
     history: int
@@ -32,6 +33,7 @@ class Protocol:
     overlong_prompt: str
     train_temperature: float
     validation_temperature: float
+    graded: bool = False
 
 
 def load_protocol(benchmark: str) -> Protocol:

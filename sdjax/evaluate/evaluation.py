@@ -22,7 +22,10 @@ def evaluate(
     seed_index: int = 0,
     on_done: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Plays each task of the panel once. Environment seeds depend on the task alone, sampling seeds on ``purpose`` too."""
+    """Plays each task of the panel once.
+
+    Environment seeds depend on the task alone, sampling seeds on ``purpose`` too.
+    """
     assignments = [
         Assignment(task=task, group=i, trajectory=i, sample=seed_index, purpose=purpose, step=0)
         for i, task in enumerate(panel.task_ids)

@@ -106,13 +106,13 @@ def token_mean(x_NL, mask_NL) -> jax.Array:
 
 
 def micro_token_mean(x_NL, mask_NL, *, rows: int) -> jax.Array:
-    """The released aggregation (``agg = "micro"``, D2): the mean of the token means of consecutive chunks of rows.
+    """The released aggregation (``agg = "micro"``, D2): the mean over consecutive chunks of their token means.
 
-    The last chunk may be short; a chunk without tokens counts as 0.
+    A chunk has `rows` rows, the last one may be short; a chunk without tokens counts as 0.
     """
-    n = x_NL.shape[0]
-    means = [token_mean(x_NL[i : i + rows], mask_NL[i : i + rows]) for i in range(0, n, rows)]
-    return jnp.mean(jnp.stack(means))
+    missing = -x_NL.shape[0] % rows
+    x, mask = (jnp.pad(y, ((0, missing), (0, 0))).reshape(-1, rows * y.shape[1]) for y in (x_NL, mask_NL))
+    return jnp.mean(jax.vmap(token_mean)(x, mask))
 
 
 def gap(a_NL, b_NL, mask_NL) -> jax.Array:

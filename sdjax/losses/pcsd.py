@@ -38,11 +38,45 @@ class PcsdTerms:
     weight: jax.Array
 
 
-def _windows(x_NL, window: int) -> jax.Array:
-    """`[W, N, L]`: entry k is x shifted right by k, i.e. the value k tokens earlier; 0 (False) before the row."""
-    length = x_NL.shape[1]
-    padded = jnp.pad(x_NL, ((0, 0), (window - 1, 0)))
-    return jnp.stack([padded[:, window - 1 - k : window - 1 - k + length] for k in range(window)])
+def _earlier(x_NL, tokens: int) -> jax.Array:
+    """x shifted right: the value `tokens` positions earlier in the row; 0 (False) before the row."""
+    return jnp.pad(x_NL, ((0, 0), (tokens, 0)))[:, : x_NL.shape[1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """Moments of the gap over the valid positions of each token's window; `[N, L]` each."""
+
+    variance: jax.Array
+    decayed_shift: jax.Array  # decayed window mean minus the token's own gap
+    slope: jax.Array
+
+
+def _window(gap_NL, mask_NL, window: int, decay: float) -> _Window:
+    # One array per window position and no stacked axis: the compiler fuses all of it into a few loops over tokens.
+    ages = range(min(window, gap_NL.shape[1]))
+    in_window = [_earlier(mask_NL, k) for k in ages]
+    # Differences to the token's own gap keep equal gaps exactly equal.
+    offset = [mk.masked(_earlier(gap_NL, k) - gap_NL, valid) for k, valid in zip(ages, in_window)]
+
+    def total(values):
+        return sum((mk.masked(x, valid) for x, valid in zip(values, in_window)), jnp.zeros_like(gap_NL))
+
+    n_NL = total([jnp.ones_like(gap_NL)] * len(ages))
+    at_least_1_NL = jnp.maximum(n_NL, 1)
+    mean_NL = total(offset) / at_least_1_NL
+    mean_age_NL = total([jnp.full_like(gap_NL, k) for k in ages]) / at_least_1_NL
+    centered = [x - mean_NL for x in offset]
+    time = [mean_age_NL - k for k in ages]
+    weight = [jnp.full_like(gap_NL, decay**k) for k in ages]
+    several_NL = mask_NL & (n_NL >= 3)
+    slope_NL = total([s * x for s, x in zip(time, centered)])
+    slope_NL /= jnp.where(several_NL, total([jnp.square(s) for s in time]), 1)
+    return _Window(
+        variance=total([jnp.square(x) for x in centered]) / at_least_1_NL,
+        decayed_shift=total([w * x for w, x in zip(weight, offset)]) / jnp.where(mask_NL, total(weight), 1),
+        slope=mk.masked(slope_NL, several_NL),
+    )
 
 
 def pcsd_terms(
@@ -57,23 +91,10 @@ def pcsd_terms(
     mask_NL = mk.as_bool(mask_NL)
     gap_NL = mk.gap(lT_NL, lS_NL, mask_NL)
 
-    in_WNL = _windows(mask_NL, window)
-    gap_WNL = _windows(gap_NL, window)
-    age_W11 = jnp.arange(window, dtype=gap_NL.dtype)[:, None, None]
-    n_NL = mk.masked_count(in_WNL, axis=0, dtype=gap_NL.dtype)
-    mean_NL = mk.masked_mean(gap_WNL, in_WNL, axis=0)
-    centered_WNL = mk.masked(gap_WNL - mean_NL, in_WNL)
-    var_NL = mk.masked_var(gap_WNL, in_WNL, axis=0)
-    # Averaging the differences to the token's own gap keeps equal gaps exactly equal.
-    decay_WNL = mk.masked(jnp.asarray(decay, gap_NL.dtype) ** age_W11, in_WNL)
-    shift_NL = jnp.sum(decay_WNL * (gap_WNL - gap_NL), axis=0) / jnp.maximum(jnp.sum(decay_WNL, axis=0), EPS)
-    kappa_NL = var_NL / (var_NL + mk.masked_mean(var_NL, mask_NL) + EPS)
-    adaptive_NL = gap_NL + kappa_NL * shift_NL
-
-    time_WNL = mk.masked(-age_W11 - mk.masked_mean(jnp.broadcast_to(-age_W11, in_WNL.shape), in_WNL, axis=0), in_WNL)
-    time_var_NL = jnp.sum(jnp.square(time_WNL), axis=0)
-    slope_NL = jnp.sum(time_WNL * centered_WNL, axis=0) / jnp.where(n_NL >= 3, time_var_NL, 1)
-    slope_NL = mk.masked(slope_NL, mask_NL & (n_NL >= 3))
+    moments = _window(gap_NL, mask_NL, window, decay)
+    kappa_NL = moments.variance / (moments.variance + mk.masked_mean(moments.variance, mask_NL) + EPS)
+    adaptive_NL = gap_NL + kappa_NL * moments.decayed_shift
+    slope_NL = moments.slope
     scale = jnp.sqrt(mk.masked_var(gap_NL, mask_NL))
     trend_NL = jnp.clip(1 - gamma * jax.nn.relu(-slope_NL / (scale + EPS)), 0, 1)
     terms = PcsdTerms(

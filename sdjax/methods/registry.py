@@ -22,7 +22,11 @@ class MethodConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        return "skills" in _get(self.name).views
+        return "skills" in _get(self.name).views or self.acts
+
+    @property
+    def acts(self) -> bool:
+        return _get(self.name).acts
 
     def build(self) -> Method:
         return _get(self.name)(self.settings)
@@ -48,8 +52,23 @@ def names() -> list[str]:
     return sorted(_METHODS)
 
 
+def method_class(name: str) -> type[Method]:
+    return _get(name)
+
+
 def config_class(name: str) -> type:
     return _get(name).Config
+
+
+def make(name: str, environment: str = "alfworld", **keys: Any) -> Method:
+    """A method outside a run (notebooks, tests), with the keys of its config that differ from the preset."""
+    cls = _get(name)
+    return cls(cls.resolve(cls.Config(**keys), environment))
+
+
+def resolve(name: str, settings: Any, environment: str) -> MethodConfig:
+    """The method's part of a run config with every constant filled in."""
+    return MethodConfig(name, _get(name).resolve(settings, environment))
 
 
 def _get(name: str) -> type[Method]:

@@ -129,7 +129,8 @@ class Model(ABC):
 def masked_logits(logits_XV: jax.Array, sampling_mask_V: jax.Array) -> jax.Array:
     """Gives ids that no tokenizer produces (padding rows of the embedding) a very low logit.
 
-    sampling_mask_V: bool, True on ids that exist. Finite instead of -inf, also after a division by a temperature, so that
-    entropies and gradients stay finite; the probability underflows to exactly 0. Sampler and trainer must both call this, or their log-probs differ.
+    sampling_mask_V: bool, True on ids that exist. Finite instead of -inf, also after a division by a temperature, so
+    that entropies and gradients stay finite; the probability underflows to exactly 0. Sampler and trainer must both
+    call this, or their log-probs differ.
     """
     return jnp.where(sampling_mask_V, logits_XV, -1e30)

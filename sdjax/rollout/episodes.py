@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sdjax.envs.base import Benchmark, Observation, Status
+from sdjax.envs.base import Benchmark, Environment, Observation, Status
 from sdjax.envs.prompts import PromptTemplate, project
 from sdjax.errors import DataError, EnvError
 from sdjax.models.tokenizer import Tokenizer
@@ -49,6 +49,8 @@ class Turn:
     invalid_reason: str | None
     next_text: str | None  # observation that followed; None after the last turn
     info: dict[str, Any] = field(default_factory=dict)
+    # The prompt that the engine saw, where privileged text was put into it: engine_logps belong to this one.
+    acting_prompt: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,25 @@ class Player:
 
     async def _play_once(self, environment, assignment: Assignment, sampling: SamplingParams, env_seed: int):
         observation = await environment.reset(assignment.task, env_seed)
-        past: list[tuple[str, str]] = []
-        turns: list[Turn] = []
+        return await self.play_on(environment, observation, (), assignment, sampling, env_seed)
+
+    async def play_on(
+        self,
+        environment: Environment,
+        observation: Observation,
+        earlier: Sequence[Turn],
+        assignment: Assignment,
+        sampling: SamplingParams,
+        env_seed: int,
+        acting: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> Trajectory:
+        """Plays from the state that ``environment`` is in, within what the ``earlier`` turns left of the budget.
+
+        ``acting`` turns the plain prompt into the one that the engine shall see. The trajectory holds the earlier turns
+        too; its return is that of the new ones.
+        """
+        turns = list(earlier)
+        past = [(turn.observation.text, turn.action) for turn in turns]
         total, score, status = 0.0, 0.0, Status.RUNNING
         while status is Status.RUNNING:
             prompt = self._prompt(observation, past, assignment)
@@ -129,7 +148,9 @@ class Player:
                 turn=len(turns),
             )
             name = f"{assignment.purpose} {assignment.task} sample {assignment.sample} turn {len(turns)}"
-            completion = await self.engine.generate(Request(prompt, seed, sampling, name))
+            acting_prompt = None if acting is None else acting(prompt)
+            seen = prompt if acting_prompt is None else acting_prompt
+            completion = await self.engine.generate(Request(seen, seed, sampling, name))
             text = self.tokenizer.decode(completion.tokens)
             projection = project(text, self.template)
             result = await environment.step(projection.action)
@@ -149,6 +170,7 @@ class Player:
                     invalid_reason=projection.reason,
                     next_text=result.observation.text,
                     info=result.info,
+                    acting_prompt=acting_prompt,
                 )
             )
             past.append((observation.text, projection.action))

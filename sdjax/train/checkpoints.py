@@ -38,7 +38,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """Starts writing. Raises CheckpointError if this or the previous write failed (full disk, read-only directory)."""
+        """Starts writing.
+
+        Raises CheckpointError if this or the previous write failed (full disk, read-only directory).
+        """
         try:
             self._manager.wait_until_finished()
             self._manager.save(

@@ -1,7 +1,7 @@
 """Where the wall time of a run goes.
 
-The clock is always in exactly one phase, so the phases of a step add up to its wall time by construction. Compilation is
-taken out of the phase in which it happened. Totals are part of every checkpoint, so cost survives restarts.
+The clock is always in exactly one phase, so the phases of a step add up to its wall time by construction. Compilation
+is taken out of the phase in which it happened. Totals are part of every checkpoint, so cost survives restarts.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-PHASES = ("rollout", "teacher", "score", "update", "sync", "other", "validation", "save", "compile", "startup")
-NET = ("rollout", "teacher", "score", "update", "sync", "other")  # net training time, methods.md section 8
+NET: tuple[str, ...] = ("rollout", "teacher", "score", "update", "sync", "other")  # net training time, section 8
+PHASES: tuple[str, ...] = (*NET, "validation", "save", "compile", "startup")
 # Tracing is left out: its events nest, and would be counted twice.
 _COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
@@ -32,9 +32,9 @@ class Ledger:
     def __init__(self, *, devices: int = 1, attempt: int = 1, totals: dict[str, float] | None = None):
         self.devices = devices
         self.attempt = attempt
-        self.totals = {phase: 0.0 for phase in PHASES} | dict(totals or {})
+        self.totals = dict.fromkeys(PHASES, 0.0) | dict(totals or {})
         self.records: list[dict[str, Any]] = []
-        self._step = {phase: 0.0 for phase in PHASES}
+        self._step = dict.fromkeys(PHASES, 0.0)
         self._phase = "startup"
         self._mark = time.perf_counter()
         self._compiled = 0.0
@@ -84,7 +84,7 @@ class Ledger:
                     }
                 )
         self.records = []
-        self._step = {phase: 0.0 for phase in PHASES}
+        self._step = dict.fromkeys(PHASES, 0.0)
         return seconds, lines
 
     def running_totals(self) -> dict[str, float]:
@@ -106,6 +106,6 @@ class Ledger:
         self._step["compile"] += compiled
         self._phase, self._mark, self._compiled = name, now, 0.0
 
-    def _on_event(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in _COMPILE_EVENTS:
-            self._compiled += seconds
+            self._compiled += duration_secs

@@ -1,7 +1,7 @@
 """No-gradient scoring passes and the mini-batch updates of one global step, over packed micro-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,26 @@ class Sequences:
 
     prompts: Sequence[np.ndarray]
     responses: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class SuffixRows:
+    """Turns of an acting teacher that only teach its distribution. S rows, L response tokens, K top tokens.
+
+    plain: with the student's prompt, as they are trained. acting: with the prompt that the teacher acted on. home_S:
+    group next to whose rows a row is trained. weight_SL: weights that sum to one over the whole global step.
+    top_ids_SLK, top_logps_SLK: the teacher's likeliest tokens, filled in by ``Optimizer.top``.
+    """
+
+    plain: Sequences
+    acting: Sequences
+    home_S: np.ndarray
+    weight_SL: np.ndarray
+    top_ids_SLK: np.ndarray
+    top_logps_SLK: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.home_S)
 
 
 class Optimizer:
@@ -54,9 +74,7 @@ class Optimizer:
             batch_rows=self.train.pack_rows,
         )
 
-    def score(
-        self, params: Any, sequences: Sequences, shape: tuple[int, int], *, extra_tokens: int = 0
-    ) -> np.ndarray:
+    def score(self, params: Any, sequences: Sequences, shape: tuple[int, int], *, extra_tokens: int = 0) -> np.ndarray:
         """Log-probabilities [N, L] of all responses under ``params``; 0 where there is no token.
 
         ``extra_tokens`` lengthens the packed rows, for prompts that carry privileged text.
@@ -68,6 +86,16 @@ class Optimizer:
         for p, logps in zip(packed, jax.device_get(results)):
             p.scatter(logps, out)
         return out
+
+    def top(self, params: Any, suffix: SuffixRows, *, extra_tokens: int) -> SuffixRows:
+        """Fills in what ``params`` find likeliest under the acting prompt."""
+        ids, logps = np.zeros_like(suffix.top_ids_SLK), np.zeros_like(suffix.top_logps_SLK)
+        packed = self.pack(suffix.acting, range(len(suffix)), extra_tokens)
+        results = [self.updater.top_logps(params, self.put(p.device_arrays()), k=ids.shape[-1]) for p in packed]
+        for p, (top_ids, top_logps) in zip(packed, jax.device_get(results)):
+            p.scatter(top_ids, ids)
+            p.scatter(top_logps, logps)
+        return replace(suffix, top_ids_SLK=ids, top_logps_SLK=logps)
 
     def update(
         self,
@@ -81,20 +109,39 @@ class Optimizer:
         seed: int,
         learning_rate: float,
         on_minibatch: Callable[[], None] = lambda: None,
+        suffix: SuffixRows | None = None,
     ) -> tuple[Any, dict[str, float]]:
-        """One epoch over mini-batches, one optimizer step each. Returns the new state and token means of all metrics."""
+        """One epoch over mini-batches, one optimizer step each.
+
+        Returns the new state and token means of all metrics.
+        """
         totals: dict[str, float] = {}
         norms, losses = [], []
         fields = {"old": batch.old_NL, "reference": batch.reference_NL, "adv": adv_NL, **batch.views}
-        for rows in minibatches(len(sequences.responses), self.train, seed, step):
+        auxiliary_NL = self.updater.method.auxiliary_mask(batch)
+        if auxiliary_NL is not None:
+            fields["auxiliary_mask"] = auxiliary_NL
+        empty = 0
+        n = len(sequences.responses)
+        suffix_totals: dict[str, float] = {}
+        for members in minibatches(n, self.train, seed, step, _homes(batch, n, suffix)):
+            rows = members[members < n]
+            if self._is_empty(coefficients, auxiliary_NL, rows):
+                empty += 1
+                continue
             grads = jax.tree.map(jnp.zeros_like, state["params"])
             loss = 0.0
             slices = list(self._slices(rows))
             for part in slices:
-                scales = self._scales(batch, part, coefficients, len(slices))
+                scales = self._scales(batch, part, coefficients, len(slices), auxiliary_NL)
                 grads, sums = self._accumulate(state["params"], grads, part, batch, fields, sequences, scales)
                 loss += sums.pop("loss")
                 add_sums(totals, sums)
+            if suffix is not None and len(rows) < len(members):
+                tail = members[members >= n] - n
+                grads, sums = self._accumulate_suffix(state["params"], grads, tail, suffix, coefficients.suffix)
+                loss += coefficients.suffix * sums["loss"]
+                add_sums(suffix_totals, sums)
             state, norm = self.updater.apply(state, grads, jnp.float32(learning_rate))
             norms.append(float(norm))
             losses.append(loss)
@@ -106,25 +153,59 @@ class Optimizer:
             "optim/grad_norm_max": float(np.max(norms)) if norms else 0.0,
             "optim/updates": float(len(norms)),
             "optim/skipped_updates": float(state["skipped"]),
+            "optim/empty_minibatches": float(empty),
+            "optim/entropy_coef": self._entropy(coefficients),
             "optim/lr": learning_rate,
         }
-        return state, metrics
+        if suffix is not None:
+            metrics |= suffix_means(suffix_totals)
+        return state, metrics | self.updater.method.step_metrics(metrics)
+
+    def _accumulate_suffix(self, params, grads, rows, suffix: SuffixRows, coefficient: float):
+        """Adds the gradient of these suffix rows; their weights already divide by the tokens of the whole step."""
+        sums: dict[str, Any] = {}
+        for p in self.pack(suffix.plain, rows.tolist()):
+            places = (p.row_BM, p.column_BM)  # unused slots read some other place; their weight is 0
+            top_ids, top_logps = self.put((suffix.top_ids_SLK[places], suffix.top_logps_SLK[places]))
+            weight, inputs = self.put((p.gather(suffix.weight_SL), p.device_arrays()))
+            grads, part = self.updater.suffix_gradient(
+                params, grads, inputs, top_ids, top_logps, weight, jnp.float32(coefficient)
+            )
+            add_sums(sums, part)
+        return grads, jax.device_get(sums)
+
+    def _entropy(self, coefficients: Coefficients) -> float:
+        return self.train.entropy_coef if coefficients.entropy is None else coefficients.entropy
+
+    def _kl(self, coefficients: Coefficients) -> float:
+        return self.train.kl_coef if coefficients.kl is None else coefficients.kl
+
+    def _is_empty(self, coefficients: Coefficients, auxiliary_NL: np.ndarray | None, rows: np.ndarray) -> bool:
+        """Whether no part of the loss has a token in these rows: Adam would still move by its momentum."""
+        others = (coefficients.surrogate, coefficients.suffix, self._kl(coefficients), self._entropy(coefficients))
+        return auxiliary_NL is not None and not any(others) and not auxiliary_NL[rows].any()
 
     def _slices(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """What shares one denominator: the whole mini-batch, or each run of ``micro_rows`` rows (agg = "micro")."""
-        size = len(rows) if self.train.agg == "minibatch" else self.train.micro_rows
+        size = max(len(rows), 1) if self.train.agg == "minibatch" else self.train.micro_rows
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
 
-    def _scales(self, batch: RowBatch, rows: np.ndarray, coefficients: Coefficients, parts: int) -> Scales:
+    def _scales(
+        self,
+        batch: RowBatch,
+        rows: np.ndarray,
+        coefficients: Coefficients,
+        parts: int,
+        auxiliary_NL: np.ndarray | None = None,
+    ) -> Scales:
         tokens = float(batch.mask_NL[rows].sum()) + _EPS
-        kl = self.train.kl_coef if coefficients.kl is None else coefficients.kl
-        entropy = self.train.entropy_coef if coefficients.entropy is None else coefficients.entropy
+        auxiliary_tokens = tokens if auxiliary_NL is None else float(auxiliary_NL[rows].sum()) + _EPS
         return Scales(
             surrogate=jnp.float32(coefficients.surrogate / tokens / parts),
-            kl=jnp.float32(kl / tokens / parts),
-            entropy=jnp.float32(entropy / tokens / parts),
-            auxiliary=jnp.float32(coefficients.auxiliary / tokens / parts),
+            kl=jnp.float32(self._kl(coefficients) / tokens / parts),
+            entropy=jnp.float32(self._entropy(coefficients) / tokens / parts),
+            auxiliary=jnp.float32(coefficients.auxiliary / auxiliary_tokens / parts),
         )
 
     def _accumulate(self, params, grads, rows, batch: RowBatch, fields, sequences: Sequences, scales: Scales):
@@ -157,13 +238,26 @@ class Optimizer:
         return grads, sums
 
 
-def minibatches(n: int, train: TrainConfig, seed: int, step: int) -> Iterator[np.ndarray]:
-    """Row indices of each mini-batch: consecutive slices of the trajectory order, or of a seeded permutation."""
-    order = np.arange(n)
+def minibatches(
+    n: int, train: TrainConfig, seed: int, step: int, home: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Row indices of each mini-batch: consecutive slices of the trajectory order, or of a seeded permutation.
+
+    ``home`` gives the group of each row where extra rows stand behind all others: each takes the place after the rows
+    of its group, and there may be more rows than ``n``.
+    """
+    order = np.arange(n) if home is None else np.argsort(home, kind="stable")
     if train.minibatch_order == "shuffle":
-        order = np.random.default_rng(derive_seed(seed, "minibatch", step=step)).permutation(n)
-    for start in range(0, n, train.minibatch_rows):
+        order = np.random.default_rng(derive_seed(seed, "minibatch", step=step)).permutation(len(order))
+    for start in range(0, len(order), train.minibatch_rows):
         yield order[start : start + train.minibatch_rows]
+
+
+def _homes(batch: RowBatch, n: int, suffix: SuffixRows | None) -> np.ndarray | None:
+    if batch.sites is None:
+        return None
+    tail = [] if suffix is None else [suffix.home_S]
+    return np.concatenate([batch.sites.home_N[:n], *tail])
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -179,6 +273,14 @@ def add_sums(totals: dict[str, Any], part: dict[str, Any]) -> None:
             totals[name] = np.maximum(totals.get(name, 0.0), value) if name in totals else value
         else:
             totals[name] = totals[name] + value if name in totals else value
+
+
+def suffix_means(totals: dict[str, Any]) -> dict[str, float]:
+    """The loss of all suffix rows of a step, whose weights already divide, and their plain mean KL in nats."""
+    return {
+        "acting/loss_suffix": float(totals["loss"]),
+        "acting/suffix_kl_mean": float(totals["kl_sum"]) / (float(totals["tokens"]) + _EPS),
+    }
 
 
 def token_means(totals: dict[str, Any]) -> dict[str, float]:

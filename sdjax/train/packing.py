@@ -16,8 +16,8 @@ class Packed:
     """One micro-batch. B packed rows, T tokens each, M loss slots each.
 
     tokens_BT, position_BT, segment_BT: int32; segment 0 is padding. source_BM: position in the packed row whose hidden
-    state predicts the slot's token. target_BM: that token. mask_BM: slot in use. row_BM, column_BM: where the slot belongs
-    in [N, L] arrays (host only).
+    state predicts the slot's token. target_BM: that token. mask_BM: slot in use. row_BM, column_BM: where the slot
+    belongs in [N, L] arrays (host only).
     """
 
     tokens_BT: np.ndarray
@@ -77,11 +77,8 @@ def pack(
             )
         if answer == 0:
             continue
-        for index, room in enumerate(free):
-            if room[0] >= need and room[1] >= answer:
-                break
-        else:
-            index = len(bins)
+        index = next((i for i, room in enumerate(free) if room[0] >= need and room[1] >= answer), len(bins))
+        if index == len(bins):
             bins.append([])
             free.append([length, slots])
         bins[index].append(row)

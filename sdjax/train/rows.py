@@ -1,7 +1,7 @@
 """From trajectories to the rows of one global step (methods.md, sections 2 and 3.1)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import jax
@@ -18,11 +18,12 @@ _ROW_BUCKET = 256  # advantage kernels see a multiple of this many rows, so they
 
 @dataclass(frozen=True)
 class Row:
-    """One turn and the trajectory it belongs to."""
+    """One turn and the trajectory it belongs to. extra: it comes from a teacher's episode, not from the rollout."""
 
     trajectory: Trajectory
     turn: Turn
     index: int  # turn number, from 0
+    extra: bool = False
 
 
 def make_rows(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -78,6 +79,37 @@ def make_batch(rows: Sequence[Row], protocol: Protocol, response_tokens: int, tr
     )
 
 
+def append_rows(batch: RowBatch, n: int, extra: Sequence[Row], protocol: Protocol, reserve: int) -> RowBatch:
+    """The batch with ``extra`` rows behind its ``n`` real ones and room for ``reserve`` of them.
+
+    All advantages stay what they were: extra rows enter no statistic and have advantage 0.
+    """
+    total = len(batch.ok_N) + padded_rows(reserve)
+    end = n + len(extra)
+    arrays = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, np.ndarray):
+            arrays[f.name] = np.zeros((total, *value.shape[1:]), value.dtype)
+            arrays[f.name][:n] = value[:n]
+    columns = {
+        "group_N": [row.trajectory.assignment.group for row in extra],
+        "trajectory_N": [row.trajectory.assignment.trajectory for row in extra],
+        "turn_N": [row.index for row in extra],
+        "ok_N": [True] * len(extra),
+        "valid_N": [row.turn.valid for row in extra],
+        "return_N": [row.trajectory.ret for row in extra],
+        "outcome_N": [row.trajectory.ret / protocol.reward_success for row in extra],
+        "success_N": [row.trajectory.success for row in extra],
+        "score_N": [row.trajectory.ret - protocol.invalid_penalty * (not row.turn.valid) for row in extra],
+    }
+    for name, values in columns.items():
+        arrays[name][n:end] = values
+    for i, row in enumerate(extra, start=n):
+        arrays["mask_NL"][i, : len(row.turn.response)] = True
+    return replace(batch, **arrays)
+
+
 @partial(jax.jit, static_argnames=("stats", "norm_std"))
 def _group_advantages(score_N, group_N, ok_N, trajectory_N, turn_N, stats, norm_std):
     return losses.group_advantages(
@@ -118,10 +150,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rows: Sequence[Row], bat
             "rollout/prompt_tokens_mean": float(np.mean([len(t.prompt) for t in turns])),
             "rollout/prompt_tokens_max": float(max(len(t.prompt) for t in turns)),
             "rollout/truncated_frac": float(np.mean([t.finish == "length" for t in turns])),
+            "rollout/shared_actions_frac": _shared_actions(rows),
         }
     for status in ("success", "failed", "truncated"):
         metrics[f"rollout/stop_{status}"] = float(sum(t.status == status for t in played))
     return metrics
+
+
+def _shared_actions(rows: Sequence[Row]) -> float:
+    """Share of turns whose action also occurs on another task: a policy that collapses to templates approaches 1."""
+    tasks: dict[str, set[str]] = {}
+    for row in rows:
+        tasks.setdefault(row.turn.action, set()).add(row.trajectory.assignment.task)
+    return float(np.mean([len(tasks[row.turn.action]) > 1 for row in rows]))
 
 
 def _identical(group: Sequence[Trajectory]) -> bool:

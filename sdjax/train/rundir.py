@@ -92,6 +92,9 @@ class RunDir:
     def transcripts(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.json"
 
+    def batch(self, step: int) -> Path:
+        return self.path / "rollouts" / f"batch_{step:06d}.npz"
+
     def write_config(self, plain: dict[str, Any]) -> None:
         """Stores the resolved config, or refuses if the directory was started with another one."""
         path = self.path / "config.json"
@@ -119,7 +122,10 @@ class RunDir:
         return number, folder
 
     def trim(self, step: int) -> None:
-        """Drops what was written after ``step``: these updates are done again. Lost time stays in the ledger as ``lost``."""
+        """Drops what was written after ``step``: these updates are done again.
+
+        Lost time stays in the ledger as ``lost``.
+        """
         for path in (self.metrics, self.ledger):
             jsonl.repair(path)
         records = jsonl.read(self.metrics)
@@ -130,13 +136,12 @@ class RunDir:
             jsonl.rewrite(
                 self.ledger,
                 [
-                    r
-                    if r["step"] <= step or r["phase"] == "lost"
-                    else {**r, "phase": "lost", "lost_phase": r["phase"]}
+                    r if r["step"] <= step or r["phase"] == "lost" else {**r, "phase": "lost", "lost_phase": r["phase"]}
                     for r in lines
                 ],
             )
-        for path in [*self.path.glob("val/step_*.jsonl"), *self.path.glob("rollouts/step_*.json")]:
+        by_step = ("val/step_*.jsonl", "rollouts/step_*.json", "rollouts/batch_*.npz")
+        for path in (path for pattern in by_step for path in self.path.glob(pattern)):
             if int(path.stem.split("_")[1]) > step:
                 path.unlink()
 

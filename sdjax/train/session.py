@@ -77,7 +77,8 @@ def open_session(config: RunConfig) -> Session:
         stop_ids=tokenizer.stop_ids,
         sampling_mask_V=tokenizer.sampling_mask_V,
         slots=rollout.slots,
-        max_length=rollout.max_length,
+        # An acting teacher's prompts are longer by its own budget.
+        max_length=rollout.max_length + (config.teacher.privileged_tokens if config.method.acts else 0),
         prefill_rows=rollout.prefill_rows,
         decode_chunk=rollout.decode_chunk,
         cache_dtype=rollout.cache_dtype,

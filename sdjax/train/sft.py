@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from sdjax import jsonl, losses
+from sdjax import jsonl
 from sdjax.config import RunConfig, resolved
-from sdjax.errors import ConfigError, SdjaxError
+from sdjax.errors import ConfigError, DataError, SdjaxError
 from sdjax.evaluate import evaluation
+from sdjax.losses.masked import masked_sum
 from sdjax.models import save_checkpoint
 from sdjax.seeds import derive_seed
 from sdjax.train import rundir, session
@@ -62,6 +63,11 @@ def expert_rows(run: session.Session, console: Console) -> Sequences:
             answer = tokenizer.encode(run.template.answer(turn.thought, turn.action))
             responses.append(np.concatenate([np.asarray(answer, np.int32), stop]))
             past.append((observation.text, turn.action))
+    if not prompts:
+        raise DataError(
+            f"the {sft.expert} expert won none of {sft.episodes} episodes within {config.env.turns} turns.",
+            "raise env.turns or sft.episodes.",
+        )
     console.print(f"warm start: {sft.episodes} expert episodes, {len(prompts)} rows")
     return Sequences(prompts, responses)
 
@@ -136,7 +142,9 @@ class WarmStart:
         return state, {"sft/loss": total, "optim/lr": rate, "optim/grad_norm": float(norm)}
 
     def _members(self, n: int, step: int) -> np.ndarray:
-        """Rows of one update: a new seeded permutation for every pass, a function of the step, so that resuming agrees."""
+        """Rows of one update: a new seeded permutation for every pass, a function of the step, so that resuming
+        agrees.
+        """
         size = self.config.sft.batch_rows
         places = np.arange((step - 1) * size, step * size)
         orders = {
@@ -156,7 +164,7 @@ class WarmStart:
                 remat=self.config.train.remat,
                 with_entropy=False,
             )
-            return -scale * losses.masked.masked_sum(logps, batch["mask_BM"])
+            return -scale * masked_sum(logps, batch["mask_BM"])
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         return jax.tree.map(jnp.add, accumulated, grads), loss

@@ -1,6 +1,6 @@
-"""The shared teacher: log-probabilities of the student's own responses under a privileged prompt (methods.md, section 4).
+"""The shared teacher: log-probabilities of the student's own responses under privileged prompts (methods.md, 4).
 
-Scored once per global step with the weights at its start, before the first update.
+Scored once per global step, before the first update, on the rows that the method selects.
 """
 
 from collections.abc import Sequence
@@ -8,92 +8,113 @@ from typing import Any
 
 import numpy as np
 
-from sdjax.config import TeacherConfig
-from sdjax.errors import ConfigError
-from sdjax.models.tokenizer import Tokenizer
+from sdjax.methods.base import Method, RowBatch
 from sdjax.teacher.counters import TeacherCounters
-from sdjax.teacher.prompt import TeacherPrompt, check_static
-from sdjax.teacher.skills import SkillBank
 from sdjax.train.optimize import Optimizer, Sequences
 from sdjax.train.rows import Row
+from sdjax.train.session import Session
+from sdjax.train.views import SkillTeacher, View, ViewContext, make_views
 
-
-class _PlainText:
-    """The tokenizer as privileged text sees it: special tokens inside the text are ordinary characters."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.render_chat, self.decode = tokenizer.render_chat, tokenizer.decode
-        self._encode = tokenizer.encode
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, special=False)
-
-
-class SkillTeacher:
-    """The view "skills": the skill bank's text in front of the student's prompt.
-
-    Raises:
-      TeacherContextError: at construction, if a text of the bank exceeds the privileged budget.
-    """
-
-    def __init__(self, config: TeacherConfig, tokenizer: Tokenizer, prompt_tokens: int):
-        self.config = config
-        self.bank = SkillBank.load(config.bank)
-        plain = _PlainText(tokenizer)
-        if config.truncation == "own_budget":
-            check_static(self.bank, plain, config.privileged_tokens)
-        self.prompt = TeacherPrompt(
-            plain,
-            placement=config.placement,
-            budget=config.privileged_tokens,
-            student_limit=prompt_tokens,
-            truncation=config.truncation,
-        )
-
-    def text(self, family: str) -> tuple[str, bool]:
-        """Privileged text of a task family, and whether it is the general part alone."""
-        return self.bank.text(self.bank.route({"task_type": family}))
-
-    def sequences(self, rows: Sequence[Row]) -> tuple[Sequences, dict[str, float]]:
-        """Teacher prompts with the student's responses, and the counters of this step."""
-        counters = TeacherCounters(missing=self.config.on_missing)
-        prompts = []
-        for row in rows:
-            text, general_only = self.text(row.trajectory.family)
-            built = self.prompt.ids(text, row.turn.prompt)
-            counters.add(built, general_only=general_only, name=f"task {row.trajectory.assignment.task}")
-            prompts.append(built.ids)
-        return Sequences(prompts, [row.turn.response for row in rows]), counters.metrics()
+__all__ = ["SkillTeacher", "Teacher"]
 
 
 class Teacher:
-    """Provides every view that a method declares. ``views`` names what is wanted."""
+    """Provides every view that the method declares.
 
-    def __init__(self, views: Sequence[str], config: TeacherConfig, tokenizer: Tokenizer, prompt_tokens: int):
-        known = {"skills": SkillTeacher}
-        unknown = [v for v in views if v not in known]
-        if unknown:
-            raise ConfigError(f"no teacher provides the view {unknown[0]!r}.", f"known views: {', '.join(known)}.")
-        self.views = {v: known[v](config, tokenizer, prompt_tokens) for v in views}
-        self.tokenizer, self.extra_tokens = tokenizer, config.privileged_tokens
+    A method whose rows may lack a privileged text declares ``optional_context``; elsewhere such a row is an error.
+    """
+
+    def __init__(self, method: Method, session: Session):
+        config = session.config
+        self.config, self.tokenizer = config.teacher, session.tokenizer
+        context = ViewContext(
+            config=config.teacher,
+            tokenizer=session.tokenizer,
+            engine=session.engine,
+            prompt_tokens=config.rollout.prompt_tokens,
+            max_length=config.rollout.max_length,
+            temperature=config.rollout.temperature,
+            run_seed=config.seed,
+            graded=session.protocol.graded,
+        )
+        self.views: list[View] = make_views(method.views, context)
+        self.names = tuple(name for view in self.views for name in view.names)
+        self._optional = method.optional_context
+
+    def prepare(self, rows: Sequence[Row], padded: int, step: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Makes this step's privileged texts. Returns which of the ``padded`` rows have one, by view, and metrics."""
+        context, metrics = {}, {}
+        for view in self.views:
+            has_text = np.zeros(padded, bool)
+            has_text[: len(rows)], numbers = view.prepare(rows, step)
+            context |= dict.fromkeys(view.names, has_text)
+            prefix = self._prefix(view)
+            metrics |= {f"{prefix}/{key}": value for key, value in numbers.items()}
+            metrics[f"{prefix}/available_frac"] = float(has_text[: len(rows)].mean())
+        return context, metrics
 
     def score(
-        self, optimizer: Optimizer, params: Any, rows: Sequence[Row], shape: tuple[int, int]
+        self, optimizer: Optimizer, params: Any, rows: Sequence[Row], batch: RowBatch, selected_N: np.ndarray
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Returns the log-probabilities [N, L] of each view, and the teacher's metrics."""
+        """Returns the log-probabilities [N, L] of each view, equal to the old ones in rows not scored, and metrics.
+
+        Raises:
+          TeacherContextError: a selected row has no text and the method does not allow that.
+        """
         scored, metrics = {}, {}
-        for name, view in self.views.items():
-            sequences, counters = view.sequences(rows)
-            scored[name] = optimizer.score(params, sequences, shape, extra_tokens=self.extra_tokens)
-            metrics |= counters
+        for view in self.views:
+            chosen = [i for i in range(len(rows)) if selected_N[i] and self._wanted(view, batch, i)]
+            counters = TeacherCounters(missing=self.config.on_missing)
+            prompts = []
+            for i in chosen:
+                built = view.prompts(rows[i])
+                name = f"task {rows[i].trajectory.assignment.task}, turn {rows[i].index},"
+                counters.add(built[0], general_only=view.general_only(rows[i]), name=name)
+                prompts.append([ids.ids for ids in built])
+            responses = [rows[i].turn.response for i in chosen]
+            for k, name in enumerate(view.names):
+                scored[name] = batch.old_NL.copy()
+                if chosen:
+                    sequences = Sequences([ids[k] for ids in prompts], responses)
+                    shape = (len(chosen), batch.mask_NL.shape[1])
+                    scored[name][chosen] = optimizer.score(
+                        params, sequences, shape, extra_tokens=self.config.privileged_tokens
+                    )
+            metrics |= self._renamed(view, counters.metrics())
+            metrics[f"{self._prefix(view)}/scored_frac"] = len(chosen) / max(len(rows), 1)
+            metrics |= self._gaps(view, scored, batch, chosen)
         return scored, metrics
 
-    def example(self, row: Row) -> dict[str, str]:
-        """The whole prompt of one row for each view, as text, for reading."""
-        return {
-            name: self.tokenizer.decode(view.sequences([row])[0].prompts[0], skip_special=False)
-            for name, view in self.views.items()
-        }
+    def examples(self, rows: Sequence[Row]) -> dict[str, str]:
+        """For each view the whole prompt of the first row with a privileged text, for reading."""
+        found = {}
+        for view in self.views:
+            row = next((row for row in rows if view.text(row)), None)
+            if row is not None:
+                prompts = view.prompts(row)
+                found |= {
+                    name: self.tokenizer.decode(prompt.ids, skip_special=False)
+                    for name, prompt in zip(view.names, prompts)
+                }
+        return found
 
     def privileged_text(self, row: Row) -> str:
-        return "\n\n".join(view.text(row.trajectory.family)[0] for view in self.views.values())
+        return "\n\n".join(view.text(row) for view in self.views)
+
+    def _wanted(self, view: View, batch: RowBatch, i: int) -> bool:
+        return not self._optional or bool(batch.context[view.names[0]][i])
+
+    def _prefix(self, view: View) -> str:
+        return "teacher" if len(self.views) == 1 else f"teacher/{view.names[0]}"
+
+    def _renamed(self, view: View, metrics: dict[str, float]) -> dict[str, float]:
+        return {f"{self._prefix(view)}/{key.removeprefix('teacher/')}": value for key, value in metrics.items()}
+
+    def _gaps(self, view: View, scored: dict[str, np.ndarray], batch: RowBatch, chosen: list[int]) -> dict[str, float]:
+        """Mean gap to the old log-probabilities over the tokens that were scored."""
+        out = {}
+        for name in view.names if chosen else ():
+            gap = (scored[name][chosen] - batch.old_NL[chosen])[batch.mask_NL[chosen]]
+            prefix = "teacher" if len(self.names) == 1 else f"teacher/{name}"
+            out |= {f"{prefix}/gap_mean": float(gap.mean()), f"{prefix}/gap_abs_mean": float(np.abs(gap).mean())}
+        return out

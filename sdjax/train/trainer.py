@@ -1,11 +1,13 @@
 """The training loop. It knows no method: a method says what it needs and what its advantages and loss are.
 
-One global step: draw tasks, play episodes, score rows (old, reference, teacher), advantages, mini-batch updates, hand the
-new weights to the engine; then validation, checkpoint and one line of metrics. Checkpoint k is the state after k updates.
+One global step: draw tasks, play episodes, score rows (old, reference, teacher), advantages, mini-batch updates, hand
+the new weights to the engine; then validation, checkpoint and one line of metrics. Checkpoint k is the state after k
+updates.
 """
 
 import dataclasses
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +22,16 @@ from sdjax.methods.base import Advantages, RowBatch
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Assignment, Trajectory, play_all
 from sdjax.seeds import derive_seed
-from sdjax.train import rundir, session, transcripts
+from sdjax.train import batch_file, rundir, session, transcripts
+from sdjax.train.acting import ActingTeacher
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import NET, Ledger
-from sdjax.train.optimize import Optimizer, Sequences, learning_rate
+from sdjax.train.optimize import Optimizer, Sequences, SuffixRows, learning_rate
 from sdjax.train.progress import Progress
 from sdjax.train.rows import Row, make_batch, make_rows, rollout_metrics
 from sdjax.train.rundir import RunDir
 from sdjax.train.teacher_pass import Teacher
+from sdjax.train.teacher_weights import TeacherWeights
 from sdjax.train.update import Updater
 
 
@@ -39,6 +43,7 @@ class StepData:
     rows: list[Row]
     batch: RowBatch
     sequences: Sequences
+    suffix: SuffixRows | None = None
 
 
 def draw_tasks(task_ids: tuple[str, ...], per_step: int, step: int, seed: int) -> list[str]:
@@ -74,14 +79,17 @@ class Trainer:
         )
         self.method = config.method.build()
         self.updater = Updater(
-            self.session.model, self.method, config.train, config.rollout.temperature, self.session.tokenizer.sampling_mask_V
+            self.session.model,
+            self.method,
+            config.train,
+            config.rollout.temperature,
+            self.session.tokenizer.sampling_mask_V,
         )
         self.optimizer = Optimizer(self.updater, config.train, self.session.mesh)
-        self.teacher = (
-            Teacher(self.method.views, config.teacher, self.session.tokenizer, config.rollout.prompt_tokens)
-            if self.method.views
-            else None
-        )
+        self.teacher = Teacher(self.method, self.session) if self.method.views else None
+        kind = self.method.teacher_weights if config.teacher.weights == "method" else config.teacher.weights
+        self.teacher_weights = TeacherWeights(kind, config.teacher.ema_decay)
+        self.actor = ActingTeacher(self.method, self.session) if self.method.acts else None
         self.checkpoints = Checkpoints(
             directory.checkpoints, keep=config.save.keep, asynchronous=config.save.asynchronous
         )
@@ -114,12 +122,14 @@ class Trainer:
     def _start(self) -> None:
         """Restores the newest checkpoint, or validates and saves step 0."""
         state = self.updater.init(self.session.params)
+        self.teacher_weights.start(self.session.params)
         saved = self.checkpoints.steps()
         if saved:
             last = saved[-1]
             progress = self.checkpoints.progress(last)
-            self.state = self.checkpoints.restore(last, state)
-            self.reference = self.checkpoints.restore(0, state)["params"] if last else self.state["params"]
+            like = self.teacher_weights.join(state)
+            self.state = self.teacher_weights.split(self.checkpoints.restore(last, like))
+            self.reference = self.checkpoints.restore(0, like)["params"] if last else self.state["params"]
             self.directory.trim(last)
             self._replay_record(last, progress)
             self.ledger.totals |= progress["ledger"]
@@ -142,6 +152,9 @@ class Trainer:
 
     def _step(self, step: int, progress: Progress) -> None:
         data, record = self._rollout(step, progress)
+        if self.actor is not None:
+            data, record_acting = self._act(self.actor, step, data, progress)
+            record |= record_acting
         data, adv, record_scores = self._score(step, data, progress)
         record |= record_scores
         progress.phase("update")
@@ -156,7 +169,9 @@ class Trainer:
                 step=step,
                 seed=self.config.seed,
                 learning_rate=learning_rate(self.config.train, step),
+                suffix=data.suffix,
             )
+            self.teacher_weights.update(self.state["params"])
         record |= metrics
         with self.ledger.phase("sync"):
             self.session.engine.update_weights(self.session.engine_params(self.state["params"]), step)
@@ -169,9 +184,7 @@ class Trainer:
         train, rollout = self.config.train, self.config.rollout
         tasks = draw_tasks(self.train_tasks, train.tasks_per_step, step, self.config.seed)
         assignments = [
-            Assignment(
-                task=task, group=g, trajectory=g * train.group_size + k, sample=k, purpose="train", step=step
-            )
+            Assignment(task=task, group=g, trajectory=g * train.group_size + k, sample=k, purpose="train", step=step)
             for g, task in enumerate(tasks)
             for k in range(train.group_size)
         ]
@@ -203,9 +216,26 @@ class Trainer:
         sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
         return StepData(trajectories, rows, batch, sequences), record
 
-    def _score(
-        self, step: int, data: StepData, progress: Progress
-    ) -> tuple[StepData, Advantages, dict[str, float]]:
+    def _act(
+        self, actor: ActingTeacher, step: int, data: StepData, progress: Progress
+    ) -> tuple[StepData, dict[str, float]]:
+        """Lets the teacher play on from failures, and adds the rows that come out of it."""
+        progress.phase("teacher")
+        start = time.perf_counter()
+        with self.ledger.phase("teacher"):
+            extended = actor.extend(data.trajectories, data.rows, data.batch)
+            suffix = extended.suffix
+            if suffix is not None:
+                suffix = self.optimizer.top(self.state["params"], suffix, extra_tokens=actor.extra_tokens)
+        path = self.directory.path / "teacher_prompt_acting.txt"
+        if extended.example is not None and not path.exists():
+            path.write_text(self.session.tokenizer.decode(extended.example, skip_special=False), encoding="utf-8")
+        rows = extended.rows
+        sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
+        data = dataclasses.replace(data, rows=rows, batch=extended.batch, sequences=sequences, suffix=suffix)
+        return data, extended.metrics | {"cost/acting_s": round(time.perf_counter() - start, 6)}
+
+    def _score(self, step: int, data: StepData, progress: Progress) -> tuple[StepData, Advantages, dict[str, float]]:
         """Fills old, reference and teacher log-probabilities in, and computes the method's advantages."""
         shape = data.batch.mask_NL.shape
         progress.phase("score")
@@ -217,9 +247,14 @@ class Trainer:
         if self.teacher is not None:
             progress.phase("teacher")
             with self.ledger.phase("teacher"):
-                views, metrics = self.teacher.score(self.optimizer, self.state["params"], data.rows, shape)
+                context, metrics = self.teacher.prepare(data.rows, len(batch.ok_N), step)
+                batch = dataclasses.replace(batch, context=context)
+                params = self.teacher_weights.current(self.state["params"], self.reference)
+                selected_N = self.method.select(batch)
+                views, scored = self.teacher.score(self.optimizer, params, data.rows, batch, selected_N)
             batch = dataclasses.replace(batch, views=views)
-            record |= metrics | self._gap_metrics(batch)
+            record |= metrics | scored
+            self._save_prompts(data.rows)
         with self.ledger.phase("update"):
             adv = self.method.advantages(batch, step, self.config.train.steps)
         record |= {f"method/{k}": v for k, v in adv.metrics.items()}
@@ -227,18 +262,23 @@ class Trainer:
         self._save_transcripts(step, data, adv)
         return data, adv, record
 
-    def _gap_metrics(self, batch: RowBatch) -> dict[str, float]:
-        out = {}
-        for name, view_NL in batch.views.items():
-            gap = (view_NL - batch.old_NL)[batch.mask_NL]
-            prefix = "teacher" if len(batch.views) == 1 else f"teacher/{name}"
-            out |= {f"{prefix}/gap_mean": float(gap.mean()), f"{prefix}/gap_abs_mean": float(np.abs(gap).mean())}
-        return out
+    def _save_prompts(self, rows: list[Row]) -> None:
+        """The first rendered teacher prompt of each kind, for reading."""
+        assert self.teacher is not None
+        paths = {name: self.directory.path / f"teacher_prompt_{name}.txt" for name in self.teacher.names}
+        if not all(path.exists() for path in paths.values()):
+            for name, text in self.teacher.examples(rows).items():
+                if not paths[name].exists():
+                    paths[name].write_text(text, encoding="utf-8")
 
     def _engine_gap(self, step: int, rows: list[Row], old_NL: np.ndarray) -> dict[str, float]:
         """Difference between the engine's and the trainer's log-probabilities of the same tokens."""
         gaps = np.concatenate(
-            [row.turn.engine_logps - old_NL[i, : len(row.turn.response)] for i, row in enumerate(rows)]
+            [
+                row.turn.engine_logps - old_NL[i, : len(row.turn.response)]
+                for i, row in enumerate(rows)
+                if not row.extra  # drawn under another prompt
+            ]
         )
         ratio = np.exp(np.clip(-gaps, -20, 20))
         record = {
@@ -264,9 +304,10 @@ class Trainer:
         weight = adv.weight_NL
         if weight is None and self.method.weight_name:
             fields = {"old": data.batch.old_NL, "adv": adv.adv_NL, **data.batch.views}
-            weight = np.asarray(self.updater.token_weight(data.batch.old_NL, fields, data.batch.mask_NL))
+            found = self.updater.token_weight(data.batch.old_NL, fields, data.batch.mask_NL)
+            weight = None if found is None else np.asarray(found)
         value = transcripts.build(
-            data.rows,
+            [row for row in data.rows if not row.extra],  # extra rows stand behind the others
             data.batch,
             adv.adv_NL,
             weight,
@@ -277,9 +318,10 @@ class Trainer:
             episodes=rollout.transcript_episodes,
         )
         rundir.write_json(self.directory.transcripts(step), value)
-        if step == 1 and self.teacher is not None:
-            for name, text in self.teacher.example(data.rows[0]).items():
-                (self.directory.path / f"teacher_prompt_{name}.txt").write_text(text, encoding="utf-8")
+        token_texts = [self.session.tokenizer.token_strings(row.turn.response) for row in data.rows]
+        batch_file.save_batch(
+            self.directory.batch(step), data.batch, adv.adv_NL, token_texts, step=step, method=self.method.name
+        )
 
     def _validate(self, step: int, progress: Progress) -> dict[str, float]:
         panel, config = self.session.panel, self.config
@@ -322,7 +364,7 @@ class Trainer:
             with self.ledger.phase("save"):
                 totals = self.ledger.running_totals()
                 progress = {"step": step, "ledger": totals, "record": {**base, **record}}
-                self.checkpoints.save(step, self.state, progress)
+                self.checkpoints.save(step, self.teacher_weights.join(self.state), progress)
         seconds, lines = self.ledger.close_step(step)
         times = {f"time/{phase}_s": round(value, 6) for phase, value in seconds.items()}
         times["time/step_s"] = round(sum(seconds.values()), 6)
@@ -344,11 +386,11 @@ def evaluate_only(config: RunConfig, directory: RunDir, console: Console) -> Non
     try:
         saved = trainer.checkpoints.steps()
         if saved:
-            state = trainer.updater.init(trainer.session.params)
-            params = trainer.checkpoints.restore(saved[-1], state)["params"]
+            trainer.teacher_weights.start(trainer.session.params)
+            like = trainer.teacher_weights.join(trainer.updater.init(trainer.session.params))
+            params = trainer.checkpoints.restore(saved[-1], like)["params"]
             trainer.session.engine.update_weights(trainer.session.engine_params(params), saved[-1])
         with Progress(console, config.name, config.train.steps, config.train.steps) as progress:
             trainer.final_evaluation(progress)
     finally:
         trainer.close()
-

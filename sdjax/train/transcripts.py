@@ -38,9 +38,7 @@ def build(
                 "return": first.ret,
                 "group": first.assignment.group,
                 "trajectory": trajectory,
-                "turns": [
-                    _turn(i, row, batch, adv_NL, weight_NL, view, teacher, tokenizer) for i, row in members
-                ],
+                "turns": [_turn(i, row, batch, adv_NL, weight_NL, view, teacher, tokenizer) for i, row in members],
             }
         )
     return {"step": step, "method": method.name, "weight_name": method.weight_name, "episodes": records}

@@ -1,11 +1,12 @@
 """The jitted parts of a training step: scoring, gradients and the optimizer.
 
-One micro-batch is a packed batch of static shape. Losses are sums; the caller gives the scale 1 / (global count) of each
-part, so that neither micro-batch splits nor data shards change a gradient. Only loss tokens reach the vocabulary head.
+One micro-batch is a packed batch of static shape. Losses are sums; the caller gives the scale 1 / (global count) of
+each part, so that neither micro-batch splits nor data shards change a gradient. Only loss tokens reach the vocabulary
+head.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import Array
 
 from sdjax import losses
 from sdjax.config import TrainConfig
+from sdjax.losses.masked import masked_sum
 from sdjax.methods.base import Method
 from sdjax.models.base import Model, masked_logits
 
@@ -35,6 +37,38 @@ class Scales:
 jax.tree_util.register_dataclass(Scales, ["surrogate", "kl", "entropy", "auxiliary"], [])
 
 
+def over_slots(
+    model: Model,
+    params: Any,
+    batch: Mapping[str, Array],
+    sampling_mask_V: Array,
+    function: Callable[..., Any],
+    slots: Sequence[Array],
+    *,
+    remat: bool,
+) -> Any:
+    """Calls ``function(logits_BCV, *slots_BC)`` on one chunk of loss slots after the other, so that the logits of all
+    slots are never alive together. Returns its results with the chunks as leading axis; see ``join_chunks``."""
+    hidden = model.hidden(params, batch["tokens_BT"], batch["position_BT"], batch["segment_BT"], remat=remat)
+    picked = jnp.take_along_axis(hidden, batch["source_BM"][..., None], axis=1)
+    B, M = picked.shape[:2]
+    chunk = _HEAD_CHUNK if M % _HEAD_CHUNK == 0 else M
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def head(_, chunks):
+        hidden_BCD, *rest = chunks
+        return None, function(masked_logits(model.logits(params, hidden_BCD), sampling_mask_V), *rest)
+
+    split = lambda x: jnp.moveaxis(x.reshape(B, M // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
+    return jax.lax.scan(head, None, tuple(split(x) for x in (picked, *slots)))[1]
+
+
+def join_chunks(x: Array) -> Array:
+    """[chunks, B, C, ...] -> [B, M, ...]."""
+    chunks, B, C = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *x.shape[3:])
+
+
 def token_logps(
     model: Model,
     params: Any,
@@ -46,25 +80,17 @@ def token_logps(
     with_entropy: bool,
 ) -> tuple[Array, losses.TokenSum | None]:
     """Log-probabilities [B, M] of the loss slots (0 in unused ones), and the sum of token entropies if wanted."""
-    hidden = model.hidden(params, batch["tokens_BT"], batch["position_BT"], batch["segment_BT"], remat=remat)
-    picked = jnp.take_along_axis(hidden, batch["source_BM"][..., None], axis=1)
-    B, M, D = picked.shape
-    chunk = _HEAD_CHUNK if M % _HEAD_CHUNK == 0 else M
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def head(_, slots):
-        hidden_BCD, target_BC, mask_BC = slots
-        logits = masked_logits(model.logits(params, hidden_BCD), sampling_mask_V)
+    def function(logits, target_BC, mask_BC):
         logps = jax.nn.log_softmax(logits / temperature, axis=-1)
         taken = jnp.take_along_axis(logps, target_BC[..., None], axis=-1)[..., 0]
         entropy = losses.token_entropy(logits, mask_BC, temperature=temperature) if with_entropy else None
-        return None, (jnp.where(mask_BC, taken, 0.0), entropy)
+        return jnp.where(mask_BC, taken, 0.0), entropy
 
-    split = lambda x: jnp.moveaxis(x.reshape(B, M // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
-    _, (logps, entropy) = jax.lax.scan(
-        head, None, (split(picked), split(batch["target_BM"]), split(batch["mask_BM"]))
+    logps, entropy = over_slots(
+        model, params, batch, sampling_mask_V, function, (batch["target_BM"], batch["mask_BM"]), remat=remat
     )
-    return jnp.moveaxis(logps, 0, 1).reshape(B, M), jax.tree.map(lambda x: x.sum(0), entropy)
+    return join_chunks(logps), jax.tree.map(lambda x: x.sum(0), entropy)
 
 
 def token_loss(
@@ -76,13 +102,14 @@ def token_loss(
     scales: Scales,
 ) -> tuple[Array, dict[str, Array]]:
     """Everything of the loss that depends on the student's log-probabilities alone (methods.md, section 3.5)."""
+    clip_high = method.clip_high()
     surrogate = losses.clipped_surrogate(
         student,
         fields["old"],
         fields["adv"],
         mask,
         clip_low=train.clip_low,
-        clip_high=train.clip_high,
+        clip_high=train.clip_high if clip_high is None else clip_high,
         dual_clip=train.dual_clip,
     )
     kl = losses.reference_kl(student, fields["reference"], mask)
@@ -90,7 +117,8 @@ def token_loss(
     sums = {"tokens": surrogate.count, "loss_surrogate": surrogate.total, "kl": kl.total}
     renamed = {"clip_sum": "clip_frac_sum", "dual_clip_sum": "dual_clip_frac_sum"}
     sums |= {f"optim/{renamed.get(k, k)}": v for k, v in surrogate.metrics.items()}
-    auxiliary = method.auxiliary(student, fields, mask)
+    auxiliary_mask = mask & fields["auxiliary_mask"].astype(bool) if "auxiliary_mask" in fields else mask
+    auxiliary = method.auxiliary(student, fields, auxiliary_mask)
     if auxiliary is not None:
         loss = loss + scales.auxiliary * auxiliary.total
         sums |= {"aux_tokens": auxiliary.count, "loss_auxiliary": auxiliary.total}
@@ -106,10 +134,9 @@ class Updater:
       train: the ``train`` config.
       temperature: rollout temperature; student, teacher and reference logits are divided by it alike.
       sampling_mask_V: ids that may be sampled.
-      batch_sharding: sharding of packed arrays.
     """
 
-    def __init__(self, model: Model, method: Method, train: TrainConfig, temperature: float, sampling_mask_V, mesh=None):
+    def __init__(self, model: Model, method: Method, train: TrainConfig, temperature: float, sampling_mask_V: Any):
         self.model, self.method, self.train, self.temperature = model, method, train, temperature
         self.sampling_mask_V = jnp.asarray(sampling_mask_V)
         self.optimizer = optax.chain(
@@ -119,6 +146,8 @@ class Updater:
         self.gradient = jax.jit(self._gradient, donate_argnums=(1,))
         self.cotangent = jax.jit(self._cotangent)
         self.backpropagate = jax.jit(self._backpropagate, donate_argnums=(1,))
+        self.top_logps = jax.jit(self._top_logps, static_argnames="k")
+        self.suffix_gradient = jax.jit(self._suffix_gradient, donate_argnums=(1,))
         self.apply = jax.jit(self._apply, donate_argnums=(0,))
         self.token_weight = jax.jit(method.token_weight)
 
@@ -174,8 +203,34 @@ class Updater:
         def loss_fn(params):
             student, entropy = self._logps(params, batch, with_entropy=True, remat=self.train.remat)
             assert entropy is not None
-            part = losses.masked.masked_sum(cotangent_BM * student, batch["mask_BM"])
+            part = masked_sum(cotangent_BM * student, batch["mask_BM"])
             return part - scales.entropy * entropy.total, {"entropy": entropy.total}
+
+        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(jnp.add, accumulated, grads), sums
+
+    def _top_logps(self, params, batch, *, k):
+        """Ids and log-probabilities [B, M, k] of the k likeliest tokens in each loss slot."""
+
+        def function(logits):
+            logps, ids = jax.lax.top_k(jax.nn.log_softmax(logits / self.temperature, axis=-1), k)
+            return ids, logps
+
+        ids, logps = over_slots(self.model, params, batch, self.sampling_mask_V, function, (), remat=False)
+        return join_chunks(ids), join_chunks(logps)
+
+    def _suffix_gradient(self, params, accumulated, batch, top_ids_BMK, top_logps_BMK, weight_BM, coefficient):
+        """Adds the gradient of the forward KL to a teacher's top tokens: nothing else of the loss sees these rows."""
+
+        def function(logits, ids_BCK):
+            return jnp.take_along_axis(jax.nn.log_softmax(logits / self.temperature, axis=-1), ids_BCK, axis=-1)
+
+        def loss_fn(params):
+            student = over_slots(
+                self.model, params, batch, self.sampling_mask_V, function, (top_ids_BMK,), remat=self.train.remat
+            )
+            kl = losses.suffix_forward_kl(top_logps_BMK, join_chunks(student), weight_BM)
+            return coefficient * kl.total, {"loss": kl.total, "tokens": kl.count, **kl.metrics}
 
         (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         return jax.tree.map(jnp.add, accumulated, grads), sums

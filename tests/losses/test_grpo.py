@@ -55,6 +55,16 @@ def test_a_flat_group_is_exactly_zero(value, dtype):
         assert not np.any(adv)
 
 
+def test_a_flat_group_stays_in_the_denominator_and_keeps_its_kl():
+    b = make_batch(13)
+    flat = b.ok & (b.group == b.group[b.ok & ~b.success][0])
+    adv = np.where(flat, 0.0, b.adv)
+    out, grad = run_loss("clipped_surrogate", b.replace(adv=adv))
+    assert out.count == b.mask.sum() and not grad[flat].any()
+    _, grad = run_loss("reference_kl", b)
+    assert grad[b.mask & flat[:, None]].all()
+
+
 def test_a_single_row_group_keeps_its_score():
     adv = losses.group_advantages(np.array([10.0, 3.0]), np.array([0, 1]))
     np.testing.assert_allclose(adv, np.array([10.0, 3.0]) / (1 + 1e-6), rtol=1e-14)

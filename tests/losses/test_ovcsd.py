@@ -156,6 +156,18 @@ def test_suffix_kl_residual_has_no_gradient_at_its_floor():
     np.testing.assert_allclose(grad, -np.exp(top), rtol=1e-12)
 
 
+def test_a_teacher_probability_of_zero_contributes_nothing():
+    top, student, weight, _, _ = _top_k(8, 4)
+    index = tuple(np.argwhere(weight != 0)[0])
+    lost = top.at[*index, 3].set(-np.inf)
+    almost = top.at[*index, 3].set(-200.0)
+    for bad_student in (student, student.at[*index, 3].set(-np.inf)):
+        out, grad = jax.value_and_grad(lambda x: losses.suffix_forward_kl(lost, x, weight).total)(bad_student)
+        assert np.isfinite(out) and np.isfinite(grad).all()
+    want = losses.suffix_forward_kl(almost, student, weight).total
+    np.testing.assert_allclose(losses.suffix_forward_kl(lost, student, weight).total, want, rtol=1e-12)
+
+
 def test_suffix_kl_does_not_hide_a_bad_student():
     top, student, weight, _, _ = _top_k(6, 4)
     index = tuple(np.argwhere(weight != 0)[0])

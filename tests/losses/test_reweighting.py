@@ -151,6 +151,18 @@ def test_a_single_turn_and_a_single_token_keep_their_advantage():
         np.testing.assert_array_equal(got, np.where(mask, 2.0, 0.0))
 
 
+def test_beliefs_skip_masked_tokens_inside_a_row():
+    mask = np.array([[True, False, True, True]])
+    lT = np.array([[0.7, np.nan, -1.2, 0.4]])
+    options = {"granularity": "token", "gamma": 0.5}
+    one = (np.array([3]), np.array([0]), np.array([0.3]))
+    zero = np.zeros_like(lT)
+    got = losses.agent_opsd_advantages(np.ones(1), lT, zero, mask, *one, **options)
+    keep = mask[0]
+    want = losses.agent_opsd_advantages(np.ones(1), lT[:, keep], zero[:, keep], mask[:, keep], *one, **options)
+    np.testing.assert_allclose(got[:, keep], want, rtol=1e-12)
+
+
 def test_saturated_beliefs_keep_the_advantage():
     b = make_batch(21)
     far = b.replace(lT=b.lO + 30.0)

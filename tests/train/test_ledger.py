@@ -31,7 +31,7 @@ def test_parts_add_up_to_wall_time(ledger):
     wall = time.perf_counter() - start
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
     assert seconds["rollout"] >= 0.05 and seconds["sync"] >= 0.03 and seconds["other"] >= 0.02
-    by_phase = {phase: 0.0 for phase in PHASES}
+    by_phase = dict.fromkeys(PHASES, 0.0)
     for line in lines:
         assert line["step"] == 1 and line["attempt"] == 2 and line["devices"] == 8
         by_phase[line["phase"]] += line["seconds"]

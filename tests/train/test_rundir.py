@@ -41,7 +41,7 @@ def test_another_config_is_refused_with_a_diff(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirError, match="cannot write to .*file"), RunDir(tmp_path / "file"):
+    with pytest.raises(RunDirError, match=r"cannot write to .*file"), RunDir(tmp_path / "file"):
         pass
 
 
@@ -55,6 +55,8 @@ def test_trim_keeps_what_the_checkpoint_covers(tmp_path):
             jsonl.rewrite(directory.validation(step), [{"step": step}])
         directory.transcripts(4).parent.mkdir()
         directory.transcripts(4).write_text("{}")
+        for step in (2, 4):
+            directory.batch(step).touch()
         directory.trim(2)
         assert [r["step"] for r in jsonl.read(directory.metrics)] == [0, 1, 2]
         lines = jsonl.read(directory.ledger)
@@ -62,6 +64,7 @@ def test_trim_keeps_what_the_checkpoint_covers(tmp_path):
         assert lines[3]["lost_phase"] == "update" and sum(r["seconds"] for r in lines) == 5.0
         assert directory.validation(2).exists() and not directory.validation(4).exists()
         assert not directory.transcripts(4).exists()
+        assert directory.batch(2).exists() and not directory.batch(4).exists()
         directory.trim(2)  # doing it again changes nothing
         assert jsonl.read(directory.ledger) == lines
 

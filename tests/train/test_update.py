@@ -144,9 +144,7 @@ def test_coefficient_zero_is_exactly_grpo():
         optimizer = Optimizer(updater, train, sharding.make_mesh(1, 1, 1))
         state = updater.init(model.init(jax.random.key(0)))
         batch, adv, sequences = make_data()
-        state, _ = optimizer.update(
-            state, batch, adv, sequences, coefficients, step=1, seed=0, learning_rate=1e-3
-        )
+        state, _ = optimizer.update(state, batch, adv, sequences, coefficients, step=1, seed=0, learning_rate=1e-3)
         results.append(jax.device_get(state["params"]))
     for x, y in zip(*map(jax.tree.leaves, results)):
         np.testing.assert_array_equal(x, y)
@@ -157,9 +155,8 @@ def test_update_is_adamw_with_global_norm_clipping():
     updater = Updater(model, Sdar(Sdar.Config()), TRAIN, 1.0, np.ones(VOCAB, bool))
     params = model.init(jax.random.key(0))
     rng = np.random.default_rng(0)
-    grads = [
-        jax.tree.map(lambda p: jnp.asarray(scale * rng.normal(size=p.shape), p.dtype), params) for scale in (0.01, 3.0)
-    ]
+    draw = lambda scale: jax.tree.map(lambda p: jnp.asarray(scale * rng.normal(size=p.shape), p.dtype), params)  # noqa: E731
+    grads = [draw(0.01), draw(3.0)]
     peer = optax.chain(
         optax.clip_by_global_norm(TRAIN.grad_clip),
         optax.adamw(1e-3, b1=TRAIN.beta1, b2=TRAIN.beta2, weight_decay=TRAIN.weight_decay),
@@ -184,7 +181,9 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted():
     grads["embedding"] = grads["embedding"].at[0, 0].set(jnp.nan)
     state, norm = updater.apply(state, grads, jnp.float32(1e-3))
     assert not np.isfinite(float(norm)) and int(state["skipped"]) == 1 and int(state["updates"]) == 0
-    for x, y in zip(jax.tree.leaves((before["params"], before["opt"])), jax.tree.leaves((state["params"], state["opt"]))):
+    for x, y in zip(
+        jax.tree.leaves((before["params"], before["opt"])), jax.tree.leaves((state["params"], state["opt"]))
+    ):
         np.testing.assert_array_equal(x, y)
 
 

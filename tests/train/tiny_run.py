@@ -55,7 +55,10 @@ def tiny_checkpoint(out: Path) -> Path:
     for task in benchmark.task_ids("train"):
         for turn in benchmark.expert_episode(task, "search", 0, 10):
             seen = turn.observation
-            corpus += [template.render(seen.task, seen.text, seen.admissible, [], 0), template.answer("ok", turn.action)]
+            corpus += [
+                template.render(seen.task, seen.text, seen.admissible, [], 0),
+                template.answer("ok", turn.action),
+            ]
     write_tiny_checkpoint(out, corpus, vocab_size=400, hidden=16, layers=1, heads=2, kv_heads=1, intermediate=32)
     return out
 

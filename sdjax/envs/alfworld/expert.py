@@ -2,8 +2,8 @@
 
 ``search`` plays like an agent: it reads observations and admissible commands only, visits places in a sensible order
 until it has *seen* what it needs, then acts. ``plan`` follows the oracle, which knows hidden places: shorter, but a
-student that imitates it learns to guess. Thoughts come from our own templates and have at most eight words. Either can be
-made imperfect: with some probability a turn plays a random command, so that imitation leaves something to learn.
+student that imitates it learns to guess. Thoughts come from our own templates and have at most eight words. Either can
+be made imperfect: with some probability a turn plays a random command, so that imitation leaves something to learn.
 """
 
 import functools
@@ -20,7 +20,7 @@ _CONTENTS = re.compile(r"(?:^|\. )(?:On|The) (?:the )?([a-z]+ \d+)(?: is open\. 
 _THING = re.compile(r"\ban? ([a-z]+ \d+)")
 # What a random turn may play, and what it thinks.
 _CHANGES = frozenset({"go", "open", "take", "move", "use", "clean", "heat", "cool"})
-RANDOM_THOUGHT = "Let me try something."
+RANDOM_THOUGHT = "I need to see."
 _STATION_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 
 
