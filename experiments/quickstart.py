@@ -43,8 +43,8 @@ def get_config(arguments: str = "grpo"):
     rollout.transcripts_every = 4
 
     train = config.train
-    train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 12, 8, 8, 256
-    train.learning_rate = 5e-4
+    train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 12, 8, 8, 640
+    train.learning_rate, train.kl_coef = 3e-4, 0.02
     train.pack_length, train.pack_rows, train.loss_slots, train.remat = 192, 16, 64, False
 
     config.teacher.bank, config.teacher.privileged_tokens = "alfworld_brief", 192
