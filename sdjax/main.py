@@ -33,13 +33,30 @@ def main(argv: list[str]) -> int:
     try:
         return _run(console)
     except SdjaxError as error:
-        from sdjax.train.rundir import LOCKED_EXIT_CODE, Locked
+        return _show(error)
 
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]", end=" ")
-        print(error, file=sys.stderr)
-        if isinstance(error, Locked):
-            return LOCKED_EXIT_CODE
-        return _CONFIG_EXIT_CODE if isinstance(error, ConfigError) else _FAILED_EXIT_CODE
+
+def _show(error: SdjaxError) -> int:
+    """Prints an error without a stack trace and returns the exit code."""
+    from sdjax.train.rundir import LOCKED_EXIT_CODE, Locked
+
+    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]", end=" ")
+    print(error, file=sys.stderr)
+    if isinstance(error, Locked):
+        return LOCKED_EXIT_CODE
+    return _CONFIG_EXIT_CODE if isinstance(error, ConfigError) else _FAILED_EXIT_CODE
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    """Reads the config file and its overrides; what does not fit is a ConfigError like any other."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except ConfigError as error:
+        sys.exit(_show(error))
+    except (AttributeError, TypeError) as error:  # what config_flags raises for an unknown key or another type
+        overrides = ", ".join(a for a in argv if a.startswith("--config."))
+        found = f"the config file or one of its overrides does not fit ({overrides}): {error}"
+        sys.exit(_show(ConfigError(found, "correct the key or the value; every key is in config.json of a run.")))
 
 
 def _run(console: Console) -> int:
@@ -90,4 +107,4 @@ def _keep_compiled_programs() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)
