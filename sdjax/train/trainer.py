@@ -129,7 +129,8 @@ class Trainer:
             progress = self.checkpoints.progress(last)
             like = self.teacher_weights.join(state)
             self.state = self.teacher_weights.split(self.checkpoints.restore(last, like))
-            self.reference = self.checkpoints.restore(0, like)["params"] if last else self.state["params"]
+            # Restored a second time even if ``last`` is 0: updates donate the buffers of the state.
+            self.reference = self.checkpoints.restore(0, like)["params"]
             self.directory.trim(last)
             self._replay_record(last, progress)
             self.ledger.totals |= progress["ledger"]
