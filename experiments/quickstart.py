@@ -7,11 +7,12 @@ shipped starting point (``python -m experiments.make_quickstart_model``).
 """
 
 from pathlib import Path
+from typing import Any
 
 from sdjax.config import defaults
 
 WARM_START = Path(__file__).parent / "quickstart_model"
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden": 64,
     "layers": 3,

@@ -183,7 +183,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
 
 
-def defaults(method: str = "grpo", **method_fields: Any) -> ml_collections.ConfigDict:
+def defaults(method: str = "grpo", **method_fields: Any) -> Any:
     """Returns every key with its default value, for ``get_config`` to edit.
 
     ``method`` selects the method's own keys.

@@ -100,7 +100,7 @@ def _keep_compiled_programs() -> None:
     """Compiled programs are kept on disk, so that a resumed run or the next method starts in seconds."""
     import jax
 
-    if not jax.config.jax_compilation_cache_dir:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "sdjax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
