@@ -41,7 +41,7 @@ def measure(run: Path) -> dict[str, float]:
 
 
 def main(paths: list[str]) -> None:
-    results = {str(path): measure(Path(path)) for path in paths}
+    results = {Path(path).name: measure(Path(path)) for path in paths}
     first = next(iter(results.values()))["net_step_s"]
     for result in results.values():
         result["net_step_ratio_to_first"] = result["net_step_s"] / first
