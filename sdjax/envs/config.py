@@ -49,8 +49,7 @@ class EnvConfig:
     name: benchmark. data: ``"generated"`` or a path: the official ``json_2.1.1`` tree, a folder with the compact
     form, or one ``*.jsonl.xz`` file. engine: ``"native"`` or ``"textworld"``. template: prompt template of the
     benchmark. turns, history: turn limit and (observation, action) pairs in the prompt. workers, worker_timeout_s:
-    only for engines that run in processes of their own. train_split: split to draw tasks from. valid_panel:
-    ``"split"`` or ``"split:n"``.
+    only for engines that run in processes of their own. train_split: split to draw tasks from.
     """
 
     name: str = "alfworld"
@@ -62,5 +61,4 @@ class EnvConfig:
     workers: int = 2
     worker_timeout_s: float = 120.0
     train_split: str = "train"
-    valid_panel: str = "valid"
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

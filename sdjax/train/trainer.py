@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sdjax import jsonl
 from sdjax.config import RunConfig, resolved
-from sdjax.errors import EngineError, SdjaxError
+from sdjax.errors import CheckpointError, EngineError, SdjaxError
 from sdjax.evaluate import evaluation
 from sdjax.methods.base import Advantages, RowBatch
 from sdjax.rollout.engine import SamplingParams
@@ -382,15 +382,23 @@ class Trainer:
 
 
 def evaluate_only(config: RunConfig, directory: RunDir, console: Console) -> None:
-    """The final evaluation on the newest checkpoint of a run: an idempotent job of its own."""
+    """The final evaluation on the last checkpoint of a run: an idempotent job of its own.
+
+    Raises:
+      CheckpointError: the run is not trained to its last step; its files would be taken for final scores.
+    """
     trainer = Trainer(config, directory, console)
     try:
-        saved = trainer.checkpoints.steps()
-        if saved:
-            trainer.teacher_weights.start(trainer.session.params)
-            like = trainer.teacher_weights.join(trainer.updater.init(trainer.session.params))
-            params = trainer.checkpoints.restore(saved[-1], like)["params"]
-            trainer.session.engine.update_weights(trainer.session.engine_params(params), saved[-1])
+        saved, last = trainer.checkpoints.steps(), config.train.steps
+        if last not in saved:
+            raise CheckpointError(
+                f"{directory.path} has no checkpoint of step {last} (it has {', '.join(map(str, saved)) or 'none'}).",
+                "finish the training with --mode=train first.",
+            )
+        trainer.teacher_weights.start(trainer.session.params)
+        like = trainer.teacher_weights.join(trainer.updater.init(trainer.session.params))
+        params = trainer.checkpoints.restore(last, like)["params"]
+        trainer.session.engine.update_weights(trainer.session.engine_params(params), last)
         with Progress(console, config.name, config.train.steps, config.train.steps) as progress:
             trainer.final_evaluation(progress)
     finally:

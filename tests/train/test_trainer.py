@@ -13,12 +13,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from sdjax import jsonl
 from sdjax.errors import CheckpointError, ConfigError, DataError, EngineError, EnvError, ModelError, RunDirError
 from sdjax.rollout import episodes
 from sdjax.train.batch_file import load_batch
 from sdjax.train.checkpoints import Checkpoints
+from sdjax.train.rundir import RunDir
+from sdjax.train.trainer import evaluate_only
 from tests.train.test_update import make_model
 from tests.train.tiny_run import run, tiny_config
 
@@ -95,6 +98,23 @@ def test_transcripts_carry_the_numbers_of_every_token(finished):
 def test_two_runs_of_one_config_agree(finished, tiny_model, tmp_path):
     run(tiny_config(tiny_model, "sdar"), tmp_path / "again")
     assert comparable(tmp_path / "again") == comparable(finished)
+
+
+def test_evaluation_alone_plays_only_what_is_missing(finished, tiny_model, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(finished, path, symlinks=True)
+    (path / "final_eval" / "seed_1.jsonl").unlink()
+    kept = (path / "final_eval" / "seed_0.jsonl").stat().st_mtime_ns
+    with RunDir(path) as directory:
+        evaluate_only(tiny_config(tiny_model, "sdar"), directory, Console(file=sys.stderr))
+    assert (path / "final_eval" / "seed_0.jsonl").stat().st_mtime_ns == kept
+    assert jsonl.read(path / "final_eval" / "seed_1.jsonl") == jsonl.read(finished / "final_eval" / "seed_1.jsonl")
+
+
+def test_evaluation_of_an_untrained_run_is_refused(tiny_model, tmp_path):
+    with RunDir(tmp_path / "new") as directory, pytest.raises(CheckpointError, match=r"no checkpoint of step 3"):
+        evaluate_only(tiny_config(tiny_model, "sdar"), directory, Console(file=sys.stderr))
+    assert not (tmp_path / "new" / "final_eval").exists()
 
 
 def wait_for(condition, process, seconds=300):
