@@ -17,6 +17,7 @@ from rich.console import Console
 from experiments import quickstart
 from sdjax.config import RunConfig, load
 from sdjax.envs import make_benchmark
+from sdjax.envs.demos import Demonstration, chat_turns, play_experts
 from sdjax.envs.prompts import PromptTemplate
 from sdjax.models.tiny import write_tiny_checkpoint
 from sdjax.teacher.skills import SkillBank
@@ -32,13 +33,12 @@ def corpus(config: RunConfig) -> Iterator[str]:
     """Every text the model reads or writes: prompts and answers of expert games, and the teacher's skills."""
     benchmark = make_benchmark(config.env)
     template = PromptTemplate.load(config.env.name, config.env.template, config.env.history)
-    for task in benchmark.task_ids(config.env.train_split)[:_CORPUS_GAMES]:
-        past: list[tuple[str, str]] = []
-        for turn in benchmark.expert_episode(task, config.sft.expert, 0, config.env.turns, config.sft.noise):
-            observation = turn.observation
-            yield template.render(observation.task, observation.text, observation.admissible, past, len(past))
-            yield template.answer(turn.thought, turn.action)
-            past.append((observation.text, turn.action))
+    tasks = benchmark.task_ids(config.env.train_split)[:_CORPUS_GAMES]
+    wanted = [Demonstration(task, 0, config.sft.noise) for task in tasks]
+    for turns in play_experts(benchmark, wanted, config.sft.expert, config.env.turns):
+        for turn in chat_turns(turns, template):
+            yield turn.prompt
+            yield turn.answer
     # Repeated, so that the tokenizer spends merges on words that only the skills use.
     yield from list(SkillBank.load(config.teacher.bank).texts().values()) * 20
 

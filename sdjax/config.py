@@ -149,12 +149,12 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Warm start from expert episodes. expert: ``search`` (sees only what an agent sees) or ``plan`` (shortest plan).
-    noise: probability that a turn of the expert is a random one, so that imitation leaves something to learn.
+    """Warm start from expert episodes. expert: one that the benchmark has, "" for its first (ALFWorld: ``search`` sees
+    only what an agent sees, ``plan`` plays the shortest plan). noise: probability that a turn of the expert is a random one, so that imitation leaves something to learn.
     privileged_share: share of episodes that carry the teacher's text in front and have no noise, so that a small model
     learns to act better when it reads that text."""
 
-    expert: Literal["search", "plan"] = "search"
+    expert: str = ""
     episodes: int = 1000
     steps: int = 300
     batch_rows: int = 32

@@ -24,12 +24,14 @@ class Observation:
     """What the agent may see.
 
     text: the environment's answer, unchanged. task: the instruction, one line. admissible: commands (or templates) that
-    the benchmark shows to the agent; empty where it shows none.
+    the benchmark shows to the agent; empty where it shows none. objects: names that the templates can be filled with,
+    where the benchmark shows them.
     """
 
     text: str
     task: str
     admissible: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Benchmark(Protocol):
     """What a run needs to know of one benchmark. Made once per run from the ``env`` part of the config."""
 
     name: str
+    experts: tuple[str, ...]  # names for ``expert_episode``; the first is the default of warm starts
 
     def task_ids(self, split: str) -> tuple[str, ...]: ...
 
@@ -97,11 +100,15 @@ class Benchmark(Protocol):
 
     def make(self) -> Environment: ...
 
-    def family(self, task_id: str) -> str:
-        """Task family for skill routing and per-family scores."""
+    def fields(self, task_id: str) -> dict[str, Any]:
+        """Structured facts of a task by which skill banks are routed (``sdjax.teacher.routing``)."""
         ...
 
-    def expert_episode(
+    def family(self, task_id: str) -> str:
+        """Short name of the kind of task, for scores by kind."""
+        ...
+
+    async def expert_episode(
         self, task_id: str, kind: str, seed: int, max_turns: int, noise: float = 0.0
     ) -> list[ExpertTurn]:
         """A winning episode of an expert, or an empty list if it did not win within ``max_turns``.

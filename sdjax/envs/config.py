@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from sdjax.envs.scienceworld.config import ScienceworldConfig
+from sdjax.envs.searchqa.config import SearchqaConfig
+from sdjax.envs.webshop.config import WebshopConfig
+
 
 @dataclass(frozen=True)
 class GeneratorKnobs:
@@ -46,10 +50,11 @@ class GeneratorConfig(GeneratorKnobs):
 class EnvConfig:
     """The ``env`` part of a run's configuration.
 
-    name: benchmark. data: ``"generated"`` or a path: the official ``json_2.1.1`` tree, a folder with the compact
-    form, or one ``*.jsonl.xz`` file. engine: ``"native"`` or ``"textworld"``. template: prompt template of the
-    benchmark. turns, history: turn limit and (observation, action) pairs in the prompt. workers, worker_timeout_s:
-    only for engines that run in processes of their own. train_split: split to draw tasks from.
+    name: benchmark. data: ``"generated"`` (what needs no download) or a path in a form that the benchmark reads.
+    engine: ALFWorld's ``"native"`` or ``"textworld"``. template: prompt template of the benchmark. turns, history:
+    turn limit and (observation, action) pairs in the prompt. workers, worker_timeout_s: only for engines that run in
+    processes of their own. train_split: split to draw tasks from. generator (ALFWorld's games), scienceworld,
+    webshop, searchqa: settings of one benchmark.
     """
 
     name: str = "alfworld"
@@ -62,3 +67,6 @@ class EnvConfig:
     worker_timeout_s: float = 120.0
     train_split: str = "train"
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    scienceworld: ScienceworldConfig = field(default_factory=ScienceworldConfig)
+    webshop: WebshopConfig = field(default_factory=WebshopConfig)
+    searchqa: SearchqaConfig = field(default_factory=SearchqaConfig)

@@ -63,6 +63,7 @@ class Trajectory:
     score: float
     turns: tuple[Turn, ...]
     family: str
+    fields: dict[str, Any]  # the task's structured facts, by which skills are routed
     env_seed: int
     sampling: SamplingParams
     error: str | None = None
@@ -109,6 +110,7 @@ class Player:
                     score=0.0,
                     turns=(),
                     family=self.benchmark.family(assignment.task),
+                    fields=self.benchmark.fields(assignment.task),
                     env_seed=env_seed,
                     sampling=sampling,
                     error=str(error),
@@ -182,6 +184,7 @@ class Player:
             score=score,
             turns=tuple(turns),
             family=self.benchmark.family(assignment.task),
+            fields=self.benchmark.fields(assignment.task),
             env_seed=env_seed,
             sampling=sampling,
         )
@@ -193,6 +196,7 @@ class Player:
             observation.admissible,
             past,
             len(past),
+            observation.objects,
         )
         ids = np.asarray(self.tokenizer.render_chat(text), np.int32)
         if len(ids) > self.prompt_tokens:

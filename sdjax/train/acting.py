@@ -52,7 +52,7 @@ class ActingTeacher:
         self.continuations = Continuations(session.player, self.rules.search, self._prompt, sampling)
 
     def _prompt(self, student: Trajectory, prompt: np.ndarray) -> np.ndarray:
-        text, general_only = self.skills.text(student.family)
+        text, general_only = self.skills.text(student.fields)
         built = self.skills.prompt.ids(text, prompt)
         self._counters.add(built, general_only=general_only, name=f"the acting teacher of {student.assignment.task}")
         return built.ids

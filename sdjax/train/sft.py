@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sdjax import jsonl
 from sdjax.config import RunConfig, resolved
+from sdjax.envs.demos import Demonstration, chat_turns, play_experts
 from sdjax.errors import ConfigError, DataError, SdjaxError
 from sdjax.evaluate import evaluation
 from sdjax.losses.masked import masked_sum
@@ -40,33 +41,26 @@ def expert_rows(run: session.Session, console: Console) -> Sequences:
     stop = np.asarray([tokenizer.turn_end_id], np.int32)
     task_ids = run.benchmark.task_ids(config.env.train_split)
     rng = np.random.default_rng(derive_seed(config.seed, "sft/rows"))
-    prompts, responses = [], []
-    for number in range(sft.episodes):
+    # One draw an episode, so that the share does not change which episodes are played.
+    privileged = [teacher is not None and rng.random() < sft.privileged_share for _ in range(sft.episodes)]
+    wanted = []
+    for number, reads in enumerate(privileged):
         task = task_ids[number % len(task_ids)]
         seed = derive_seed(config.seed, "sft/expert", task=task, step=number)
-        privileged = teacher is not None and rng.random() < sft.privileged_share
-        noise = 0.0 if privileged else sft.noise
-        past: list[tuple[str, str]] = []
-        for turn in run.benchmark.expert_episode(task, sft.expert, seed, config.env.turns, noise):
-            observation = turn.observation
-            text = run.template.render(
-                observation.task,
-                observation.text,
-                observation.admissible,
-                past,
-                len(past),
-            )
-            ids = np.asarray(tokenizer.render_chat(text), np.int32)
-            if teacher is not None and privileged:
-                ids = teacher.prompt.ids(teacher.text(run.benchmark.family(task))[0], ids).ids
+        wanted.append(Demonstration(task, seed, 0.0 if reads else sft.noise))
+    episodes = play_experts(run.benchmark, wanted, sft.expert, config.env.turns)
+    prompts, responses = [], []
+    for demonstration, reads, turns in zip(wanted, privileged, episodes):
+        for chat in chat_turns(turns, run.template):
+            ids = np.asarray(tokenizer.render_chat(chat.prompt), np.int32)
+            if teacher is not None and reads:
+                ids = teacher.prompt.ids(teacher.text(run.benchmark.fields(demonstration.task))[0], ids).ids
             prompts.append(ids)
-            answer = tokenizer.encode(run.template.answer(turn.thought, turn.action))
-            responses.append(np.concatenate([np.asarray(answer, np.int32), stop]))
-            past.append((observation.text, turn.action))
+            responses.append(np.concatenate([np.asarray(tokenizer.encode(chat.answer), np.int32), stop]))
     if not prompts:
         raise DataError(
-            f"the {sft.expert} expert won none of {sft.episodes} episodes within {config.env.turns} turns.",
-            "raise env.turns or sft.episodes.",
+            f"the expert won none of {sft.episodes} episodes within {config.env.turns} turns.",
+            "raise env.turns or sft.episodes, or choose another sft.expert.",
         )
     console.print(f"warm start: {sft.episodes} expert episodes, {len(prompts)} rows")
     return Sequences(prompts, responses)

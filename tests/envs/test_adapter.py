@@ -175,9 +175,9 @@ def test_privileged_information_never_shows_in_observations(benchmark):
 
 def test_experts_of_the_benchmark_win(benchmark):
     for kind in ("search", "plan"):
-        turns = benchmark.expert_episode(benchmark.task_ids("train")[2], kind, seed=0, max_turns=50)
+        turns = run(benchmark.expert_episode(benchmark.task_ids("train")[2], kind, seed=0, max_turns=50))
         assert turns[-1].action.startswith("move") and turns[0].observation.text.startswith("-= Welcome")
-    assert benchmark.expert_episode(benchmark.task_ids("train")[2], "search", seed=0, max_turns=2) == []
+    assert run(benchmark.expert_episode(benchmark.task_ids("train")[2], "search", seed=0, max_turns=2)) == []
 
 
 def test_panels_are_whole_fixed_and_independent_of_use(benchmark):

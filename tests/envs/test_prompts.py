@@ -1,11 +1,14 @@
 """Prompt templates and the projection of answers."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sdjax.envs import prompts
 from sdjax.envs.prompts import PromptTemplate, load_protocol, project
-from sdjax.errors import ConfigError
+from sdjax.errors import ConfigError, DataError
 
 LINEAGE = PromptTemplate.load("alfworld", "verl_agent")
 COMPACT = PromptTemplate.load("alfworld", "compact")
@@ -146,3 +149,76 @@ def test_unknown_templates_and_benchmarks_name_the_choices():
         PromptTemplate.load("alfworld", "poetic")
     with pytest.raises(ConfigError, match="alfworld"):
         load_protocol("chess")
+
+
+SEARCH = PromptTemplate(
+    name="search",
+    first="Q {task} [{objects}]",
+    later="Q {task} {history_length}: {history}",
+    history_item="{number}:{action} {observation}",
+    history_join="|",
+    admissible_item="",
+    admissible_join="",
+    hidden_actions=(),
+    drop_from_observation=(),
+    answer_format="{thought}{action}",
+    require_thought=False,
+    forbid_cjk=False,
+    fallback_characters=0,
+    history=2,
+    history_shows="after",
+    answer_kind="search",
+    lower=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "action", "reason"),
+    [
+        ("<think>a</think><search> Who IS it </search>", "<search>Who IS it</search>", None),
+        ("x<answer>Bob</answer> tail", "<answer>Bob</answer>", None),
+        ("<answer>Bob</answer><search>q</search>", "<search>q</search>", "search and answer tags"),
+        ("<search>q</search><answer>Bob</answer>", "<search>q</search>", "search and answer tags"),
+        ("<search>a</search><search>b</search>", "<search>a</search>", "a tag twice"),
+        ("<search>a<search>b</search>", "<search>a<search>b</search>", "a tag twice"),
+        ("<answer>A</answer></search>", "<answer>A</answer>", "search and answer tags"),
+        ("</search><answer>A</answer>", "", "no search or answer block"),
+        ("</answer><answer>A", "", "no search or answer block"),
+        ("<SEARCH>q</SEARCH>", "", "no search or answer block"),
+        ("Bob", "", "no search or answer block"),
+        ("", "", "no search or answer block"),
+    ],
+)
+def test_search_projection(text, action, reason):
+    found = project(text, SEARCH)
+    assert (found.action, found.reason, found.valid) == (action, reason, reason is None)
+    if found.action_span:
+        assert text[slice(*found.action_span)].strip() in action
+
+
+@given(st.lists(st.sampled_from(["<search>", "</search>", "<answer>", "</answer>", "a", " "]), max_size=12).map("".join))
+def test_a_valid_search_answer_has_exactly_one_block(text):
+    found = project(text, SEARCH)
+    if found.valid:
+        kind = "search" if found.action.startswith("<search>") else "answer"
+        assert text.count(f"<{kind}>") == text.count(f"</{kind}>") == 1 and found.action.endswith(f"</{kind}>")
+        assert found.action.removeprefix(f"<{kind}>").removesuffix(f"</{kind}>") == text[slice(*found.action_span)].strip()
+
+
+def test_history_after_shows_what_followed_the_action():
+    assert SEARCH.render("t", "", [], [], 0, ["a", "b"]) == "Q t [a, b]"
+    assert SEARCH.render("t", "o1", [], [("", "s1")], 1) == "Q t 1: 1:s1 o1"
+    assert SEARCH.render("t", "o3", [], [("", "s1"), ("o1", "s2"), ("o2", "s3")], 3) == "Q t 2: 2:s2 o2|3:s3 o3"
+
+
+def test_a_long_message_loses_its_history():
+    short = replace(SEARCH, drop_history_over=20)
+    assert short.render("t", "o", [], [("", "s")], 1) == "Q t 1: 1:s o"
+    assert short.render("t", "o" * 20, [], [("", "s")], 1) == "Q t []"
+
+
+def test_a_template_with_an_unknown_key_is_an_error(monkeypatch):
+    tables = {"protocol.toml": vars(load_protocol("alfworld")), "prompts/x.toml": {"first": "", "wording": 1}}
+    monkeypatch.setattr(prompts, "_read_toml", lambda benchmark, path: dict(tables[path]))
+    with pytest.raises(DataError, match=r"x\.toml.*wording"):
+        PromptTemplate.load("alfworld", "x")

@@ -68,6 +68,9 @@ class CorridorBenchmark:
     def family(self, task):
         return "pick_and_place_simple"
 
+    def fields(self, task):
+        return {"task_type": self.family(task)}
+
 
 class Script:
     """An engine that answers by request name; prompts that begin with a skill are the teacher's."""

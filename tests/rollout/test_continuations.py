@@ -214,7 +214,7 @@ def test_restoring_a_real_game_twice_shows_the_same():
     games = GeneratorConfig(train_games=1, valid_games=1, test_games=1)
     benchmark = AlfworldBenchmark("generated", "native", games)
     task = benchmark.task_ids("train")[0]
-    actions = [turn.action for turn in benchmark.expert_episode(task, "plan", 0, 30)]
+    actions = [turn.action for turn in asyncio.run(benchmark.expert_episode(task, "plan", 0, 30))]
     assert len(actions) > 2
 
     async def restore():

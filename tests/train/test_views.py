@@ -76,6 +76,7 @@ def episode(tokenizer, group, number, *, success, turns=2, ret=None, last_seen=T
             for k in range(turns)
         ),
         family="pick_and_place_simple",
+        fields={"task_type": "pick_and_place_simple"},
         env_seed=0,
         sampling=SamplingParams(),
     )

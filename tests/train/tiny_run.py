@@ -1,5 +1,6 @@
 """A run small enough for tests: a one-layer model with random weights on generated games."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def tiny_checkpoint(out: Path) -> Path:
     template = PromptTemplate.load("alfworld", "compact", 1)
     corpus = list(SkillBank.load("alfworld_brief").texts().values())
     for task in benchmark.task_ids("train"):
-        for turn in benchmark.expert_episode(task, "search", 0, 10):
+        for turn in asyncio.run(benchmark.expert_episode(task, "search", 0, 10)):
             seen = turn.observation
             corpus += [
                 template.render(seen.task, seen.text, seen.admissible, [], 0),

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sdjax.envs.alfworld.engine import Episode
-from sdjax.envs.alfworld.expert import expert_episode
+from sdjax.envs.alfworld.expert import EXPERTS, expert_episode
 from sdjax.envs.alfworld.planner import describe_facts, plan
 from sdjax.envs.alfworld.store import OFFICIAL_COUNTS, GameStore, GeneratedStore, open_store, task_type_of
 from sdjax.envs.base import Environment, ExpertTurn, Observation, Panel, Status, StepResult
@@ -162,6 +162,7 @@ class AlfworldBenchmark:
     """All of ALFWorld for one run: games, panels, environments. ``data`` and ``generator`` as in ``EnvConfig``."""
 
     name = "alfworld"
+    experts = EXPERTS
 
     def __init__(
         self,
@@ -207,10 +208,13 @@ class AlfworldBenchmark:
             return AlfworldEnvironment(self.store, self._reward_success)
         return TextworldEnvironment(self.store, self._reward_success, self._pool)
 
-    def expert_episode(
+    async def expert_episode(
         self, task_id: str, kind: str, seed: int, max_turns: int, noise: float = 0.0
     ) -> list[ExpertTurn]:
         return expert_episode(self.store.game(task_id), kind, seed, max_turns=max_turns, noise=noise)
+
+    def fields(self, task_id: str) -> dict[str, Any]:
+        return {"task_type": task_type_of(task_id)}
 
     def family(self, task_id: str) -> str:
         """The task type, one of six."""

@@ -16,6 +16,7 @@ from sdjax.envs.alfworld.vocabulary import load_vocabulary
 from sdjax.envs.base import ExpertTurn, Observation
 from sdjax.errors import ConfigError
 
+EXPERTS = ("search", "plan")
 _CONTENTS = re.compile(r"(?:^|\. )(?:On|The) (?:the )?([a-z]+ \d+)(?: is open\. In it)?, you see ([^.]*)\.")
 _THING = re.compile(r"\ban? ([a-z]+ \d+)")
 # What a random turn may play, and what it thinks.
@@ -39,8 +40,8 @@ def expert_episode(
     Raises:
       ConfigError: unknown ``kind``.
     """
-    if kind not in ("search", "plan"):
-        raise ConfigError(f"no expert {kind!r}.", 'use "search" or "plan".')
+    if kind not in EXPERTS:
+        raise ConfigError(f"no expert {kind!r}.", f"use one of {', '.join(EXPERTS)}.")
     episode = Episode(game)
     rng = random.Random(f"alfworld expert {seed}")
     searcher = _Searcher(game, rng, stray)

@@ -1,7 +1,7 @@
 """The view "skills": the skill bank's text in front of the student's prompt."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,9 +26,9 @@ class SkillTeacher:
             check_static(self.bank, PlainText(tokenizer), config.privileged_tokens)
         self.prompt = make_prompt(config, tokenizer, prompt_tokens)
 
-    def text(self, family: str) -> tuple[str, bool]:
-        """Privileged text of a task family, and whether it is the general part alone."""
-        return self.bank.text(self.bank.route({"task_type": family}))
+    def text(self, fields: dict[str, Any]) -> tuple[str, bool]:
+        """Privileged text of a task with these structured facts, and whether it is the general part alone."""
+        return self.bank.text(self.bank.route(fields))
 
 
 class SkillView:
@@ -44,7 +44,7 @@ class SkillView:
         return (self._teacher.prompt.ids(self.text(row), row.turn.prompt),)
 
     def text(self, row: Row) -> str:
-        return self._teacher.text(row.trajectory.family)[0]
+        return self._teacher.text(row.trajectory.fields)[0]
 
     def general_only(self, row: Row) -> bool:
-        return self._teacher.text(row.trajectory.family)[1]
+        return self._teacher.text(row.trajectory.fields)[1]
