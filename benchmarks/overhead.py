@@ -53,6 +53,8 @@ def make_config(path: Path, arguments: str, method: str, options: argparse.Names
         config.env.data = options.data
     if options.tasks:
         config.train.tasks_per_step = options.tasks
+    if options.turns:
+        config.env.turns = options.turns
     config.train.steps, config.train.learning_rate = options.steps, 0.0
     config.eval.panel, config.eval.every, config.eval.final_seeds = f"{config.eval.panel.split(':')[0]}:1", 10**6, 0
     config.save.every, config.save.keep = 10**6, 1
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="checkpoint, instead of the config's")
     parser.add_argument("--data", default="", help="env.data, instead of the config's")
     parser.add_argument("--tasks", type=int, default=0, help="tasks per step, instead of the config's")
+    parser.add_argument("--turns", type=int, default=0, help="turns per episode, instead of the config's")
     parser.add_argument("--steps", type=int, default=6, help="steps per method; the first is left out")
     parser.add_argument("--methods", nargs="*", help="default: all")
     parser.add_argument("--workdir", type=Path, help="keeps the runs and goes on with them; default: a temporary one")
@@ -145,7 +148,8 @@ def main() -> None:
         results = measure(options, options.workdir or Path(temporary), console)
     show(results, console)
     settings = {"config": options.config.stem, "arguments": options.arguments, "steps": options.steps}
-    settings |= {"tasks": options.tasks or "as in the config", "model": Path(options.model).name or "as in the config"}
+    settings |= {key: getattr(options, key) or "as in the config" for key in ("tasks", "turns")}
+    settings |= {"model": Path(options.model).name or "as in the config"}
     record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "settings": settings, **results}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2) + "\n")

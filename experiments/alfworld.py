@@ -10,18 +10,18 @@ the small one (smollm2-135m) runs on one. No score is promised here: results of 
 from sdjax.config import defaults
 
 MODELS = {
-    # name: (path, compute dtype, devices, packed rows of one micro-batch)
-    "smollm2-135m": ("smollm2-135m", "bfloat16", 1, 8),
-    "qwen3-1.7b": ("", "bfloat16", 8, 8),
+    # name: (path, devices, packed rows of one micro-batch, recompute activations)
+    "smollm2-135m": ("smollm2-135m", 1, 16, False),
+    "qwen3-1.7b": ("", 8, 8, True),
 }
 
 
 def get_config(arguments: str = "grpo"):
     method, _, model = arguments.partition(",")
     config = defaults(method)
-    path, compute_dtype, devices, pack_rows = MODELS[model or "smollm2-135m"]
+    path, devices, pack_rows, remat = MODELS[model or "smollm2-135m"]
     config.name = f"alfworld-{model or 'smollm2-135m'}-{method}"
-    config.model.path, config.model.compute_dtype = path, compute_dtype
+    config.model.path, config.model.compute_dtype = path, "bfloat16"
     config.mesh.fsdp = devices
 
     config.env.name = "alfworld"
@@ -31,12 +31,12 @@ def get_config(arguments: str = "grpo"):
 
     rollout = config.rollout
     rollout.prompt_tokens, rollout.response_tokens, rollout.max_length = 2048, 512, 2560
-    rollout.slots, rollout.prefill_rows, rollout.decode_chunk, rollout.cache_dtype = 128, 64, 16, compute_dtype
+    rollout.slots, rollout.prefill_rows, rollout.decode_chunk, rollout.cache_dtype = 128, 64, 16, "bfloat16"
 
     train = config.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 100, 16, 8, 256
     train.learning_rate, train.kl_coef, train.entropy_coef = 1e-6, 0.01, 0.001
-    train.pack_length, train.pack_rows, train.loss_slots = 2560, pack_rows, 1024
+    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 2560, pack_rows, 512, remat
 
     # A model of this size never wins untrained games: see --mode=sft for a warm start from expert episodes.
     sft = config.sft

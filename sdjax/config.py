@@ -20,16 +20,20 @@ from ml_collections import config_dict
 from sdjax.envs.config import EnvConfig
 from sdjax.errors import ConfigError
 
+EXTRA_VALIDATIONS = ("greedy", "sampled", "teacher_weights")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """path: a Hugging Face directory, a .gguf file or "smollm2-135m"; training starts from (and the reference
     policy is)
-    these weights. dtype: of the stored parameters. compute_dtype: of matrix products in trainer and engine."""
+    these weights. dtype: of the stored parameters. compute_dtype: of matrix products in trainer and engine.
+    attention: kernel of the trainer; "auto" is cudnn on a Hopper GPU with bfloat16, else xla."""
 
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,13 @@ class TeacherConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     """every: validation after each multiple of this many updates, and before the first. final_seeds: rollout seeds of
-    the final evaluation. panel: name of the fixed panel (``valid_seen``, ``valid_seen:64``, ...)."""
+    the final evaluation. panel: name of the fixed panel (``valid_seen``, ``valid_seen:64``, ...). extra_validations:
+    further ones beside those that the method asks for ("greedy", "sampled", "teacher_weights"), at the last step and
+    at each multiple of ``extra_every`` that has a validation."""
 
     every: int = 5
+    extra_every: int = 20
+    extra_validations: tuple[str, ...] = ()
     panel: str = "valid"
     temperature: float = 0.4
     final_seeds: int = 8
@@ -150,7 +158,8 @@ class SaveConfig:
 @dataclass(frozen=True)
 class SftConfig:
     """Warm start from expert episodes. expert: one that the benchmark has, "" for its first (ALFWorld: ``search`` sees
-    only what an agent sees, ``plan`` plays the shortest plan). noise: probability that a turn of the expert is a random one, so that imitation leaves something to learn.
+    only what an agent sees, ``plan`` plays the shortest plan). noise: probability that a turn of the expert is a random
+    one, so that imitation leaves something to learn.
     privileged_share: share of episodes that carry the teacher's text in front and have no noise, so that a small model
     learns to act better when it reads that text."""
 
@@ -324,6 +333,7 @@ def _check(config: RunConfig) -> None:
         "rollout.slots": rollout.slots,
         "rollout.response_tokens": rollout.response_tokens,
         "eval.every": config.eval.every,
+        "eval.extra_every": config.eval.extra_every,
         "save.every": config.save.every,
         "env.turns": config.env.turns,
         "teacher.horizon": config.teacher.horizon,
@@ -350,6 +360,11 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(
             f"method.name = {config.method.name!r} reads a skill bank, but teacher.bank is empty.",
             f"set teacher.bank, e.g. {config.env.name!r}.",
+        )
+    unknown = set(config.eval.extra_validations) - set(EXTRA_VALIDATIONS)
+    if unknown:
+        raise ConfigError(
+            f"eval.extra_validations names {', '.join(sorted(unknown))}.", f"use {', '.join(EXTRA_VALIDATIONS)}."
         )
     if not 0 <= config.teacher.ema_decay <= 1:
         raise ConfigError(f"teacher.ema_decay = {config.teacher.ema_decay} is no share.", "use a value from 0 to 1.")

@@ -5,9 +5,9 @@ A template is a TOML file under ``sdjax/envs/<benchmark>/prompts``; the lineage'
 says is only ever text here: it is never parsed as code, and nothing in it can break the loop.
 
 Keys of a template: ``first`` and ``later`` (the message without and with history; placeholders {task} {observation}
-{admissible} {objects} {steps_taken} {step}, in ``later`` also {history} {history_length}), ``history_item`` (placeholders
-{number} {observation} {action}), the ``*_item`` and ``*_join`` of the lists, and a table ``[answer]``. Optional keys are
-the fields of ``PromptTemplate`` that have a default.
+{admissible} {objects} {steps_taken} {step}, in ``later`` also {history} {history_length}), ``history_item``
+(placeholders {number} {observation} {action}), the ``*_item`` and ``*_join`` of the lists, and a table ``[answer]``.
+Optional keys are the fields of ``PromptTemplate`` that have a default.
 """
 
 import re
@@ -28,7 +28,7 @@ _ANSWER_KEYS = {"format": "answer_format", "kind": "answer_kind"}
 @dataclass(frozen=True)
 class Protocol:
     """Constants of a benchmark. Rewards in reward units (10 = success on ALFWorld), limits in turns and tokens. graded:
-    returns measure partial success, so that a positive one is not yet a win."""
+    returns measure partial success, so that a positive one is not yet a win. overlong_prompt: see ``Player``."""
 
     turn_limit: int
     history: int
@@ -36,7 +36,7 @@ class Protocol:
     invalid_penalty: float
     prompt_tokens: int
     response_tokens: int
-    overlong_prompt: str
+    overlong_prompt: Literal["error", "cut_left", "drop_history"]
     train_temperature: float
     validation_temperature: float
     graded: bool = False
@@ -153,9 +153,9 @@ class PromptTemplate:
 class Projection:
     """What is sent to the environment for an answer.
 
-    action: the command ("" if there is none). valid: whether the answer format was kept (membership in the admissible list is
-    not part of it). reason: why not. thought_span, action_span: half-open character ranges in the answer of the text
-    between the tags, tags excluded; None where there is no such block.
+    action: the command ("" if there is none). valid: whether the answer format was kept (membership in the admissible
+    list is not part of it). reason: why not. thought_span, action_span: half-open character ranges in the answer of the
+    text between the tags, tags excluded; None where there is no such block.
     """
 
     action: str
@@ -166,7 +166,7 @@ class Projection:
 
 
 def project(text: str, template: PromptTemplate) -> Projection:
-    """Turns an answer into an action by the rules of verl-agent's ``projection.py`` for the template's kind of answer."""
+    """Turns an answer into an action by verl-agent's rules for the template's kind of answer."""
     if template.answer_kind == "search":
         return _project_search(text, template)
     return _project_action(text, template)
@@ -195,9 +195,9 @@ def _project_action(text: str, template: PromptTemplate) -> Projection:
 
 
 def _project_search(text: str, template: PromptTemplate) -> Projection:
-    """The text is cut behind the first ``</search>``, else behind the first ``</answer>``; the action is the search block,
-    else the answer block, of what is left, with its tags (case matters). An answer is invalid without a block, with
-    tags of both kinds or with a tag twice.
+    """The text is cut behind the first ``</search>``, else behind the first ``</answer>``; the action is the search
+    block, else the answer block, of what is left, with its tags (case matters). An answer is invalid without a block,
+    with tags of both kinds or with a tag twice.
     """
     thought_span = _thought_span(text)
     ends = [text.find("</search>"), text.find("</answer>")]

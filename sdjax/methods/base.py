@@ -105,6 +105,7 @@ class Method:
 
     name: key in the registry. Config: frozen dataclass of this method's constants. presets: what ``Config.preset`` may
     be. views: log-probabilities the trainer must provide beside old and reference ones, e.g. ``("skills",)``.
+    extra_validations: what to validate beside the usual decoding (``config.EXTRA_VALIDATIONS``).
     optional_context: whether rows without a privileged text are part of the method (elsewhere such a row is an error).
     teacher_weights: whose parameters score, unless the config says otherwise: theta_old, ema or init. separable:
     whether ``auxiliary`` treats every token alone (then any layout and any micro-batch split gives the same sum;
@@ -116,6 +117,7 @@ class Method:
     presets: ClassVar[tuple[str, ...]] = ("default",)
     views: ClassVar[tuple[str, ...]] = ()
     optional_context: ClassVar[bool] = False
+    extra_validations: ClassVar[tuple[str, ...]] = ()
     teacher_weights: ClassVar[str] = "theta_old"
     separable: ClassVar[bool] = True
     acts: ClassVar[bool] = False

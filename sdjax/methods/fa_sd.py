@@ -15,6 +15,7 @@ class FaSd(Method):
     views = ("sibling",)
     optional_context = True  # a row has feedback only if another episode of its group succeeded
     teacher_weights = "ema"
+    extra_validations = ("teacher_weights",)
     weight_name = "distillation weight (lS - lT)"
 
     @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from sdjax.rollout.continuations import ContinuationRules
 class Ovcsd(Method):
     name = "ovcsd"
     acts = True
+    extra_validations = ("greedy", "sampled")
     weight_name = "contrast"
 
     @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Grouped-query attention in plain XLA, in the two forms a decoder needs: over packed rows and over a cache.
+"""Grouped-query attention in the forms a decoder needs: over packed rows, behind a prefix, and over a cache.
 
-Both are one small function so that another kernel can take its place. Scores and softmax are float32. Queries go
-through in chunks: score memory is linear in the row length, and a chunk of a packed row reads no key after its end.
+Packed rows have two implementations. ``"xla"`` runs everywhere and is the oracle: float32 scores and softmax, queries
+in chunks, so that score memory is linear in the row length and a chunk reads no key after its end. ``"cudnn"`` (Hopper,
+bfloat16; ``sdjax.models.cudnn``) skips the keys of other segments.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+
+from sdjax.models import cudnn
 
 QUERY_CHUNK = 512
 
@@ -48,18 +51,54 @@ def _chunks(total: int) -> list[tuple[int, int]]:
     return [(i, min(i + QUERY_CHUNK, total)) for i in range(0, total, QUERY_CHUNK)]
 
 
-def packed_attention(q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array, segment_BT: jax.Array) -> jax.Array:
+def packed_attention(
+    q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array, segment_BT: jax.Array, *, implementation: str = "xla"
+) -> jax.Array:
     """Causal attention inside equal segments of packed rows.
 
     q_BTHK: [B, T, heads, head_dim]; k_BTJK, v_BTJK: [B, T, kv_heads, head_dim]; segment_BT: int. A segment must lie in
-    one piece, in order. Returns [B, T, heads, head_dim].
+    one piece, in order; with ``"cudnn"`` at most ``cudnn.MAX_SEGMENTS`` of them in a row, padding included. Returns
+    [B, T, heads, head_dim].
     """
-    total = q_BTHK.shape[1]
-    chunks = _chunks(total)
+    if implementation == "cudnn":
+        return cudnn.packed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT)
+    empty = k_BTJK[:, :0]
+    return _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, empty, empty, jnp.zeros(len(empty), jnp.int32))
+
+
+def prefixed_attention(
+    q_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJK: jax.Array,
+    segment_BT: jax.Array,
+    k_BPJK: jax.Array,
+    v_BPJK: jax.Array,
+    length_B: jax.Array,
+    *,
+    implementation: str = "xla",
+) -> jax.Array:
+    """``packed_attention`` whose tokens also attend to the first ``length_B`` (at least 1) keys of their row's prefix.
+
+    k_BPJK, v_BPJK: [B, P, kv_heads, head_dim]. With ``"cudnn"`` there is no gradient.
+    """
+    k_BPJK, v_BPJK = k_BPJK.astype(k_BTJK.dtype), v_BPJK.astype(v_BTJK.dtype)
+    if implementation == "cudnn":
+        return cudnn.prefixed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B)
+    return _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B)
+
+
+def _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B) -> jax.Array:
+    chunks = _chunks(q_BTHK.shape[1])
+    before_BP = jnp.arange(k_BPJK.shape[1])[None] < length_B[:, None]
 
     def chunk(begin: int, end: int, q, k, v, segment):
         causal = jnp.arange(end)[None, :] <= jnp.arange(begin, end)[:, None]
         mask = causal[None] & (segment[:, begin:end, None] == segment[:, None, :end])
+        if k_BPJK.shape[1]:
+            seen = jnp.broadcast_to(before_BP[:, None], (len(mask), end - begin, before_BP.shape[1]))
+            mask = jnp.concatenate([seen, mask], axis=2)
+            k, v = (jnp.concatenate([p, x[:, :end]], axis=1) for p, x in ((k_BPJK, k), (v_BPJK, v)))
+            return _attend(q[:, begin:end], k, v, mask)
         return _attend(q[:, begin:end], k[:, :end], v[:, :end], mask)
 
     outs = []

@@ -7,7 +7,7 @@ row, ``_D`` hidden size, ``_V`` vocabulary, ``_X`` any leading dimensions.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ Params = dict[str, Any]
 class Cache:
     """Keys and values of the tokens seen so far, float, ``[layers, rows, length, kv_heads, head_dim]``.
 
-    Axis 1 of every leaf is the row. A position that was never written holds zeros (finite, always masked).
+    Axis 1 of every leaf is the row. A position that was never written holds zeros (finite, always masked). A family
+    whose layers remember a row in another form adds leaves (``qwen3_5.HybridCache``).
     """
 
     k: jax.Array
@@ -44,20 +45,37 @@ class Cache:
 
     def put(self, row_N: jax.Array, source: "Cache") -> "Cache":
         """Writes the N rows of ``source`` (no longer than ours) into rows ``row_N``; others are dropped."""
-        length = source.length
         return jax.tree.map(
-            lambda x, y: x.at[:, row_N, :length].set(y.astype(x.dtype), mode="drop"),
+            lambda x, y: x.at[:, row_N, : y.shape[2]].set(y.astype(x.dtype), mode="drop"),
             self,
             source,
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens that come before everything in a packed row and were processed already.
+
+    cache: one row for each packed row. length_B: how many of its positions count, int, at least 1.
+    """
+
+    cache: Cache
+    length_B: jax.Array
+
+
 @dataclass(frozen=True)
 class Model(ABC):
-    """A decoder. ``compute_dtype`` is the dtype of matrix products; norms, RoPE, softmax and logits are float32."""
+    """A decoder. ``compute_dtype`` is the dtype of matrix products; norms, RoPE, softmax and logits are float32.
+
+    attention: kernel of packed rows, ``"xla"`` or ``"cudnn"`` (see ``sdjax.models.attention``).
+    shares_prefixes: whether ``hidden`` takes a ``prefix``.
+    """
 
     config: ModelConfig
     compute_dtype: Any = "float32"
+    attention: str = "xla"
+    shares_prefixes: ClassVar[bool] = False
 
     def __post_init__(self):
         object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
@@ -75,12 +93,14 @@ class Model(ABC):
         segment_BT: jax.Array,
         *,
         remat: bool = False,
+        prefix: Prefix | None = None,
     ) -> jax.Array:
         """Returns the states before the head, ``[B, T, D]`` in the compute dtype.
 
         position_BT: position of each token inside its own sequence (RoPE). segment_BT: a token attends to earlier
         tokens of its row with an equal segment, which must lie in one piece; 0 is padding, whose token ids are never
-        looked up. remat: recompute each layer in the backward pass instead of storing its activations.
+        looked up. remat: recompute each layer in the backward pass instead of storing its activations. prefix: what
+        every token of a packed row attends to besides; the positions then go on behind it.
         """
 
     @abstractmethod
@@ -107,9 +127,18 @@ class Model(ABC):
         Token t of row s has position ``start_S[s] + t`` and is valid while ``t < length_S[s]``. Valid tokens attend to
         the cache positions up to their own. Invalid tokens and rows of length 0 leave the cache and all other tokens as
         they are; their states are meaningless but finite. T = 1 is decoding; T > 1 with start 0 is prefill. Tokens past
-        the end of the cache are dropped: the caller keeps ``start + length <= cache.length``.
+        the end of the cache are dropped: the caller keeps ``start + length <= cache.length``. ``start_S`` is the number
+        of tokens that the row has seen, or 0 for a new sequence, which forgets the row's old one.
         context: static upper bound on ``start + length`` over all rows; only that much of the cache is read.
         """
+
+    def prefill(
+        self, params: Params, tokens_ST: jax.Array, length_S: jax.Array, dtype: Any = None
+    ) -> tuple[jax.Array, Cache]:
+        """``extend`` of an empty cache of T positions and ``dtype``: row s is its first ``length_S[s]`` tokens."""
+        rows, length = tokens_ST.shape
+        empty = self.init_cache(rows, length, dtype)
+        return self.extend(params, empty, tokens_ST, jnp.zeros_like(length_S), length_S)
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sdjax.models.attention import cached_attention, packed_attention
-from sdjax.models.base import Cache, Model, Params
+from sdjax.models.attention import cached_attention, packed_attention, prefixed_attention
+from sdjax.models.base import Cache, Model, Params, Prefix
 from sdjax.models.config import ModelConfig, rope_frequencies
 
 
@@ -156,6 +156,8 @@ class DenseModel(Model):
     is tied, ``head`` [V, D].
     """
 
+    shares_prefixes = True
+
     def _block(self, layer_params: Params) -> Block:
         return nnx.merge(_block_definition(self.config)[0], layer_params)
 
@@ -176,17 +178,25 @@ class DenseModel(Model):
         segment_BT: jax.Array,
         *,
         remat: bool = False,
+        prefix: Prefix | None = None,
     ) -> jax.Array:
         rope = rope_table(self.config, position_BT)
 
-        def layer(x_BTD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
+        def layer(x_BTD: jax.Array, scanned: tuple[Params, Cache | None]) -> tuple[jax.Array, None]:
+            layer_params, before = scanned
             block = self._block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_BTD), rope)
-            x_BTD = x_BTD + block.attn.out(packed_attention(q, k, v, segment_BT))
-            return block.feed_forward(x_BTD), None
+            if prefix is None or before is None:
+                o = packed_attention(q, k, v, segment_BT, implementation=self.attention)
+            else:
+                o = prefixed_attention(
+                    q, k, v, segment_BT, before.k, before.v, prefix.length_B, implementation=self.attention
+                )
+            return block.feed_forward(x_BTD + block.attn.out(o)), None
 
         x_BTD = self._embed(params, tokens_BT, segment_BT != 0)
-        x_BTD, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x_BTD, params["layers"])
+        scanned = (params["layers"], None if prefix is None else prefix.cache)
+        x_BTD, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x_BTD, scanned)
         return rms_norm(x_BTD, params["final_norm"], self.config.rms_eps)
 
     def logits(self, params: Params, hidden_XD: jax.Array) -> jax.Array:
@@ -204,6 +214,25 @@ class DenseModel(Model):
         shape = (c.layers, rows, length, c.kv_heads, c.head_dim)
         dtype = self.compute_dtype if dtype is None else dtype
         return Cache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+    def prefill(
+        self, params: Params, tokens_ST: jax.Array, length_S: jax.Array, dtype: Any = None
+    ) -> tuple[jax.Array, Cache]:
+        # Nothing lies in the cache yet, so the tokens attend to each other as packed rows do, by the faster kernel.
+        position_ST = jnp.broadcast_to(jnp.arange(tokens_ST.shape[1]), tokens_ST.shape)
+        valid_ST = position_ST < length_S[:, None]
+        segment_ST = valid_ST.astype(jnp.int32)
+        rope = rope_table(self.config, position_ST)
+
+        def layer(x_STD: jax.Array, layer_params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            block = self._block(layer_params)
+            q, k, v = block.attn.qkv(block.attn_norm(x_STD), rope)
+            o = packed_attention(q, k, v, segment_ST, implementation=self.attention)
+            kept = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype or self.compute_dtype) for x in (k, v))
+            return block.feed_forward(x_STD + block.attn.out(o)), tuple(kept)
+
+        x_STD, (k, v) = jax.lax.scan(layer, self._embed(params, tokens_ST, valid_ST), params["layers"])
+        return rms_norm(x_STD, params["final_norm"], self.config.rms_eps), Cache(k=k, v=v)
 
     def extend(
         self,

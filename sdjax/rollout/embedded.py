@@ -62,7 +62,7 @@ class EmbeddedEngine:
         slots: int = 64,
         max_length: int,
         prefill_rows: int = 16,
-        prefill_buckets: Sequence[int] = (64, 128, 256, 512, 1024, 2048),
+        prefill_buckets: Sequence[int] = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
         decode_chunk: int = 8,
         cache_dtype: Any = None,
         mesh: jax.sharding.Mesh | None = None,
@@ -77,7 +77,7 @@ class EmbeddedEngine:
         self._stop_K = jnp.asarray(sorted(self._stop_ids), jnp.int32)
         self._mask_V = jnp.asarray(sampling_mask_V, bool)
         self._max_length = max_length
-        self._rows = sorted({max(1, prefill_rows // 4), prefill_rows})
+        self._rows = sorted({max(1, prefill_rows // parts) for parts in (8, 4, 2, 1)})
         self._buckets = sorted({bucket for bucket in prefill_buckets if bucket < max_length} | {max_length})
         # A quarter of a mesh-wide cache would sit on a quarter of its devices.
         self._slot_sizes = sorted({slots if mesh is not None and mesh.size > 1 else max(1, slots // 4), slots})

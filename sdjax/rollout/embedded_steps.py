@@ -78,9 +78,7 @@ def prefill(
     Returns (cache, token_A, logp_A); entries a >= count mean nothing.
     """
     params = _gather(params, sharding)
-    rows, bucket = tokens_PT.shape
-    fresh = model.init_cache(rows, bucket, dtype)
-    hidden_PTD, fresh = model.extend(params, fresh, tokens_PT, jnp.zeros_like(length_P), length_P)
+    hidden_PTD, fresh = model.prefill(params, tokens_PT, length_P, dtype)
     last_P = jnp.maximum(length_P - 1, 0)
     hidden_PD = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)[:, 0]
     logits_PV = model.logits(params, hidden_PD)

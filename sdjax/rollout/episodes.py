@@ -7,7 +7,7 @@ and not a reward.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Turn:
     valid: bool
     invalid_reason: str | None
     next_text: str | None  # observation that followed; None after the last turn
+    overlong: bool = False  # the prompt was too long and was shortened by the benchmark's rule
     info: dict[str, Any] = field(default_factory=dict)
     # The prompt that the engine saw, where privileged text was put into it: engine_logps belong to this one.
     acting_prompt: np.ndarray | None = None
@@ -76,7 +77,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Player:
-    """Everything the episodes of one run share."""
+    """Everything the episodes of one run share.
+
+    overlong: what happens to a prompt of more than ``prompt_tokens``. cut_left keeps its end; drop_history leaves out
+    the oldest turns, one after the other; error stops the run. Shortened prompts are counted.
+    """
 
     benchmark: Benchmark
     engine: Engine
@@ -86,6 +91,7 @@ class Player:
     turns: int
     prompt_tokens: int
     retries: int
+    overlong: Literal["error", "cut_left", "drop_history"] = "error"
 
     async def play(self, assignment: Assignment, sampling: SamplingParams) -> Trajectory:
         """Plays one episode, on a fresh environment after each environment failure."""
@@ -140,7 +146,7 @@ class Player:
         past = [(turn.observation.text, turn.action) for turn in turns]
         total, score, status = 0.0, 0.0, Status.RUNNING
         while status is Status.RUNNING:
-            prompt = self._prompt(observation, past, assignment)
+            prompt, overlong = self._prompt(observation, past, assignment)
             seed = derive_seed(
                 self.run_seed,
                 assignment.purpose,
@@ -171,6 +177,7 @@ class Player:
                     valid=projection.valid,
                     invalid_reason=projection.reason,
                     next_text=result.observation.text,
+                    overlong=overlong,
                     info=result.info,
                     acting_prompt=acting_prompt,
                 )
@@ -189,23 +196,27 @@ class Player:
             sampling=sampling,
         )
 
-    def _prompt(self, observation: Observation, past: list[tuple[str, str]], assignment: Assignment) -> np.ndarray:
-        text = self.template.render(
-            observation.task,
-            observation.text,
-            observation.admissible,
-            past,
-            len(past),
-            observation.objects,
-        )
-        ids = np.asarray(self.tokenizer.render_chat(text), np.int32)
-        if len(ids) > self.prompt_tokens:
-            raise DataError(
-                f"the prompt of {assignment.task}, turn {len(past)}, has {len(ids)} tokens; the limit is "
-                f"{self.prompt_tokens}.",
-                "raise rollout.prompt_tokens (and rollout.max_length, train.pack_length) or lower env.history.",
+    def _prompt(
+        self, observation: Observation, past: list[tuple[str, str]], assignment: Assignment
+    ) -> tuple[np.ndarray, bool]:
+        """The prompt's ids and whether it had to be shortened."""
+        shown = past
+        while True:
+            text = self.template.render(
+                observation.task, observation.text, observation.admissible, shown, len(past), observation.objects
             )
-        return ids
+            ids = np.asarray(self.tokenizer.render_chat(text), np.int32)
+            if len(ids) <= self.prompt_tokens:
+                return ids, len(shown) < len(past)
+            if self.overlong == "cut_left":
+                return ids[-self.prompt_tokens :], True
+            if self.overlong == "error" or not shown:
+                raise DataError(
+                    f"the prompt of {assignment.task}, turn {len(past)}, has {len(ids)} tokens; the limit is "
+                    f"{self.prompt_tokens}.",
+                    "raise rollout.prompt_tokens (and rollout.max_length, train.pack_length) or lower env.history.",
+                )
+            shown = shown[-self.template.history :][1:] if self.template.history > 0 else []
 
 
 def play_all(

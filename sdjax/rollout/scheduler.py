@@ -172,8 +172,10 @@ def plan_prefill(
     for bucket in sorted(by_bucket):
         families = list(by_bucket[bucket].values())
         while families:
-            # Two small batches cost less than one that is half empty; more of them cost too many launches.
-            size = rows[-1] if len(families) > 2 * rows[0] else rows[0]
+            # Padding is computed like any other row: a batch that would be more than a quarter empty is cut in two.
+            left = len(families)
+            size = next((r for r in rows if 4 * left >= 3 * r and r >= left), None)
+            size = size or max((r for r in rows if r <= left), default=rows[0])
             batches.append(_prefill_batch(families[:size], slots, rows, bucket))
             families = families[size:]
     return batches

@@ -45,12 +45,14 @@ class TeacherIds:
     privileged_tokens: of these, tokens of header, privileged text and blank line.
     lost_tokens: tokens of header, text and blank line that had to be cut.
     has_context: whether any token of the privileged text itself is left.
+    shared_tokens: leading tokens that depend on the privileged text and not on the student's prompt.
     """
 
     ids: np.ndarray
     privileged_tokens: int
     lost_tokens: int
     has_context: bool
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,12 @@ class TeacherPrompt:
         before, lead, after = self._split(student)
         text = self._privileged(lead, privileged_text)
         if self.truncation == "own_budget":
-            return TeacherIds(np.concatenate([before, text.ids, after]), len(text.ids), text.lost, True)
+            shared = len(before) + len(text.ids) if self.placement != "user_end" else 0
+            return TeacherIds(np.concatenate([before, text.ids, after]), len(text.ids), text.lost, True, shared)
         cut = max(len(text.ids) + len(student) - self.student_limit, 0)
         kept = text.ids[cut:]
-        return TeacherIds(np.concatenate([kept, student]), len(kept), cut, cut < text.text_tokens)
+        has_context = cut < text.text_tokens
+        return TeacherIds(np.concatenate([kept, student]), len(kept), cut, has_context, len(kept))
 
     def matched(
         self,

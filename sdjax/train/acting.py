@@ -15,7 +15,8 @@ from sdjax.rollout.continuations import Branch, ContinuationCounts, Continuation
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Trajectory, Turn
 from sdjax.teacher.counters import TeacherCounters
-from sdjax.train.optimize import Sequences, SuffixRows
+from sdjax.train.optimize import SuffixRows
+from sdjax.train.packing import Sequences
 from sdjax.train.rows import Row, append_rows
 from sdjax.train.session import Session
 from sdjax.train.views import SkillTeacher

@@ -11,20 +11,14 @@ from jax.sharding import Mesh
 
 from sdjax.config import TrainConfig
 from sdjax.methods.base import Coefficients, RowBatch
+from sdjax.models.cudnn import MAX_SEGMENTS
 from sdjax.seeds import derive_seed
 from sdjax.train import sharding
-from sdjax.train.packing import Packed, pack
+from sdjax.train.packing import Packed, Sequences, Shape, pack
+from sdjax.train.shared_prefix import divide
 from sdjax.train.update import Scales, Updater
 
 _EPS = 1e-8  # of the token mean, methods.md section 3.6
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Token ids of all rows: what is scored and trained. Lists of int32 arrays, one entry per row."""
-
-    prompts: Sequence[np.ndarray]
-    responses: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -64,25 +58,43 @@ class Optimizer:
         """Moves packed host arrays to the devices, rows split over the data axes."""
         return jax.tree.map(lambda x: jax.device_put(x, self._batch), arrays)
 
-    def pack(self, sequences: Sequences, rows: Sequence[int], extra_tokens: int = 0) -> list[Packed]:
-        return pack(
-            sequences.prompts,
-            sequences.responses,
-            rows,
-            length=self.train.pack_length + extra_tokens,
-            slots=self.train.loss_slots,
-            batch_rows=self.train.pack_rows,
-        )
+    def _shape(self, extra_tokens: int = 0) -> Shape:
+        # One segment less than the kernel allows: padding is one too.
+        train = self.train
+        return Shape(train.pack_rows, train.pack_length + extra_tokens, train.loss_slots, MAX_SEGMENTS - 1)
 
-    def score(self, params: Any, sequences: Sequences, shape: tuple[int, int], *, extra_tokens: int = 0) -> np.ndarray:
+    def pack(self, sequences: Sequences, rows: Sequence[int], extra_tokens: int = 0) -> list[Packed]:
+        return pack(sequences, rows, self._shape(extra_tokens))
+
+    def score(
+        self,
+        params: Any,
+        sequences: Sequences,
+        shape: tuple[int, int],
+        *,
+        extra_tokens: int = 0,
+        shared: Sequence[int] | None = None,
+    ) -> np.ndarray:
         """Log-probabilities [N, L] of all responses under ``params``; 0 where there is no token.
 
-        ``extra_tokens`` lengthens the packed rows, for prompts that carry privileged text.
+        ``extra_tokens`` lengthens the packed rows, for prompts that carry privileged text. ``shared``: leading tokens
+        of each prompt that other rows may have too; they are processed once where the model can do that.
         """
         out = np.zeros(shape, np.float32)
-        packed = self.pack(sequences, range(len(sequences.responses)), extra_tokens)
+        blocks, rest = [], range(len(sequences.responses))
+        if shared is not None and self.updater.model.shares_prefixes:
+            bucket = max(32, -(-extra_tokens // (8 * 32)) * 32)  # an eighth of the extra tokens, in whole 32
+            blocks, rest = divide(sequences, shared, self._shape(), bucket)
+        packed = self.pack(sequences, rest, extra_tokens)
         # Dispatch everything before the first result is fetched, so that the device never waits for the host.
         results = [self.updater.score(params, self.put(p.device_arrays())) for p in packed]
+        for block in blocks:
+            tokens, length = self.put((block.tokens_FP, block.length_F))
+            cache = self.updater.prefix(params, tokens, length)
+            for p, index_B in block.batches:
+                batch, index = self.put((p.device_arrays(), index_B))
+                results.append(self.updater.score_behind(params, batch, cache, length, index))
+                packed.append(p)
         for p, logps in zip(packed, jax.device_get(results)):
             p.scatter(logps, out)
         return out

@@ -12,6 +12,24 @@ from sdjax.errors import DataError
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """Token ids of all rows: what is scored and trained. Lists of int32 arrays, one entry per row."""
+
+    prompts: Sequence[np.ndarray]
+    responses: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape of a micro-batch: B packed rows of T tokens with M loss slots, each of at most ``segments`` rows."""
+
+    B: int
+    T: int
+    M: int
+    segments: int
+
+
+@dataclass(frozen=True)
 class Packed:
     """One micro-batch. B packed rows, T tokens each, M loss slots each.
 
@@ -49,66 +67,56 @@ class Packed:
         out_NL[self.row_BM[mask], self.column_BM[mask]] = np.asarray(values_BM)[mask]
 
 
-def pack(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    rows: Sequence[int],
-    *,
-    length: int,
-    slots: int,
-    batch_rows: int,
-) -> list[Packed]:
-    """Packs ``rows`` (indices into prompts and responses), longest first, each into the first packed row with room.
-
-    Returns micro-batches of ``batch_rows`` packed rows of ``length`` tokens and ``slots`` loss slots.
+def pack(sequences: Sequences, rows: Sequence[int], shape: Shape) -> list[Packed]:
+    """Packs ``rows`` (indices into the sequences) into micro-batches.
 
     Raises:
       DataError: a row is longer than a packed row, or has no prompt.
     """
+    bins = assign(sequences, rows, shape)
+    return [fill(bins[i : i + shape.B], sequences, shape) for i in range(0, len(bins), shape.B)]
+
+
+def assign(sequences: Sequences, rows: Sequence[int], shape: Shape) -> list[list[int]]:
+    """The rows of each packed row: longest first, each into the first packed row with room."""
+    prompts, responses = sequences.prompts, sequences.responses
     bins: list[list[int]] = []
-    free: list[list[int]] = []  # [tokens, slots] left in each bin
+    free: list[list[int]] = []  # [tokens, slots, segments] left in each bin
     for row in sorted(rows, key=lambda r: (-(len(prompts[r]) + len(responses[r])), r)):
         need, answer = len(prompts[row]) + len(responses[row]), len(responses[row])
-        if need > length or answer > slots or len(prompts[row]) == 0:
+        if need > shape.T or answer > shape.M or len(prompts[row]) == 0:
             raise DataError(
-                f"row {row} has {len(prompts[row])} prompt and {answer} response tokens; a packed row holds {length} "
-                f"tokens and {slots} response tokens.",
+                f"row {row} has {len(prompts[row])} prompt and {answer} response tokens; a packed row holds {shape.T} "
+                f"tokens and {shape.M} response tokens.",
                 "raise train.pack_length or train.loss_slots, or lower the prompt and response limits.",
             )
         if answer == 0:
             continue
-        index = next((i for i, room in enumerate(free) if room[0] >= need and room[1] >= answer), len(bins))
+        fits = (i for i, (t, m, s) in enumerate(free) if t >= need and m >= answer and s)
+        index = next(fits, len(bins))
         if index == len(bins):
             bins.append([])
-            free.append([length, slots])
+            free.append([shape.T, shape.M, shape.segments])
         bins[index].append(row)
-        free[index][0] -= need
-        free[index][1] -= answer
-    return [
-        _fill(bins[i : i + batch_rows], prompts, responses, length, slots, batch_rows)
-        for i in range(0, len(bins), batch_rows)
-    ]
+        free[index] = [left - used for left, used in zip(free[index], (need, answer, 1))]
+    return bins
 
 
-def _fill(
-    bins: list[list[int]],
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    length: int,
-    slots: int,
-    batch_rows: int,
+def fill(
+    bins: Sequence[Sequence[int]], sequences: Sequences, shape: Shape, offsets: Sequence[int] | None = None
 ) -> Packed:
-    tokens, position, segment = (np.zeros((batch_rows, length), np.int32) for _ in range(3))
-    source, target, owner, column = (np.zeros((batch_rows, slots), np.int32) for _ in range(4))
-    mask = np.zeros((batch_rows, slots), bool)
+    """At most B packed rows as one micro-batch. ``offsets``: tokens that come before everything in each packed row."""
+    tokens, position, segment = (np.zeros((shape.B, shape.T), np.int32) for _ in range(3))
+    source, target, owner, column = (np.zeros((shape.B, shape.M), np.int32) for _ in range(4))
+    mask = np.zeros((shape.B, shape.M), bool)
     for b, members in enumerate(bins):
         t = m = 0
         for number, row in enumerate(members, start=1):
-            prompt, answer = prompts[row], responses[row]
+            prompt, answer = sequences.prompts[row], sequences.responses[row]
             p, r = len(prompt), len(answer)
             tokens[b, t : t + p] = prompt
             tokens[b, t + p : t + p + r] = answer
-            position[b, t : t + p + r] = np.arange(p + r)
+            position[b, t : t + p + r] = np.arange(p + r) + (0 if offsets is None else offsets[b])
             segment[b, t : t + p + r] = number
             source[b, m : m + r] = np.arange(t + p - 1, t + p + r - 1)
             target[b, m : m + r] = answer

@@ -149,6 +149,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rows: Sequence[Row], bat
             "rollout/response_tokens_mean": float(np.mean([len(t.response) for t in turns])),
             "rollout/prompt_tokens_mean": float(np.mean([len(t.prompt) for t in turns])),
             "rollout/prompt_tokens_max": float(max(len(t.prompt) for t in turns)),
+            "rollout/overlong_prompts": float(sum(t.overlong for t in turns)),
             "rollout/truncated_frac": float(np.mean([t.finish == "length" for t in turns])),
             "rollout/shared_actions_frac": _shared_actions(rows),
         }

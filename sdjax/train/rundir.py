@@ -83,8 +83,9 @@ class RunDir:
     def done(self) -> Path:
         return self.path / "DONE.json"
 
-    def validation(self, step: int) -> Path:
-        return self.path / "val" / f"step_{step:06d}.jsonl"
+    def validation(self, step: int, kind: str = "") -> Path:
+        """``kind``: a further validation beside the usual one."""
+        return self.path / (f"val_{kind}" if kind else "val") / f"step_{step:06d}.jsonl"
 
     def final(self, seed: int) -> Path:
         return self.path / "final_eval" / f"seed_{seed}.jsonl"

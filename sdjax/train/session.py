@@ -14,7 +14,7 @@ from sdjax.config import RunConfig
 from sdjax.envs import make_benchmark
 from sdjax.envs.base import Benchmark, Panel
 from sdjax.envs.prompts import PromptTemplate, Protocol, load_protocol
-from sdjax.models import load_checkpoint, resolve_checkpoint
+from sdjax.models import cudnn, load_checkpoint, resolve_checkpoint
 from sdjax.models.base import Model
 from sdjax.models.tokenizer import Tokenizer
 from sdjax.rollout.embedded import EmbeddedEngine
@@ -69,6 +69,8 @@ def open_session(config: RunConfig) -> Session:
     model, params, tokenizer = load_checkpoint(
         config.model.path, dtype=config.model.dtype, compute_dtype=config.model.compute_dtype
     )
+    attention = cudnn.resolve(config.model.attention, config.model.compute_dtype)
+    model = dataclasses.replace(model, attention=attention)
     params = jax.device_put(params, sharding.parameter_shardings(mesh, model.logical_axes(), params))
     rollout = config.rollout
     engine = EmbeddedEngine(
@@ -93,6 +95,7 @@ def open_session(config: RunConfig) -> Session:
         turns=config.env.turns,
         prompt_tokens=rollout.prompt_tokens,
         retries=rollout.retries,
+        overlong=protocol.overlong_prompt,
     )
     session = Session(
         config=config,
@@ -122,5 +125,6 @@ def provenance(session: Session) -> dict[str, Any]:
         },
         "benchmark": session.benchmark.provenance(),
         "model": dataclasses.asdict(session.model.config),
+        "attention": session.model.attention,
         "parameters": session.model.num_params(),
     }

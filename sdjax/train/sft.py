@@ -22,7 +22,8 @@ from sdjax.seeds import derive_seed
 from sdjax.train import rundir, session
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import Ledger
-from sdjax.train.optimize import Optimizer, Sequences
+from sdjax.train.optimize import Optimizer
+from sdjax.train.packing import Sequences
 from sdjax.train.progress import Progress
 from sdjax.train.rundir import RunDir
 from sdjax.train.teacher_pass import SkillTeacher

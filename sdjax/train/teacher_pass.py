@@ -10,7 +10,8 @@ import numpy as np
 
 from sdjax.methods.base import Method, RowBatch
 from sdjax.teacher.counters import TeacherCounters
-from sdjax.train.optimize import Optimizer, Sequences
+from sdjax.train.optimize import Optimizer
+from sdjax.train.packing import Sequences
 from sdjax.train.rows import Row
 from sdjax.train.session import Session
 from sdjax.train.views import SkillTeacher, View, ViewContext, make_views
@@ -70,15 +71,17 @@ class Teacher:
                 built = view.prompts(rows[i])
                 name = f"task {rows[i].trajectory.assignment.task}, turn {rows[i].index},"
                 counters.add(built[0], general_only=view.general_only(rows[i]), name=name)
-                prompts.append([ids.ids for ids in built])
+                prompts.append(built)
             responses = [rows[i].turn.response for i in chosen]
             for k, name in enumerate(view.names):
                 scored[name] = batch.old_NL.copy()
                 if chosen:
-                    sequences = Sequences([ids[k] for ids in prompts], responses)
-                    shape = (len(chosen), batch.mask_NL.shape[1])
                     scored[name][chosen] = optimizer.score(
-                        params, sequences, shape, extra_tokens=self.config.privileged_tokens
+                        params,
+                        Sequences([built[k].ids for built in prompts], responses),
+                        (len(chosen), batch.mask_NL.shape[1]),
+                        extra_tokens=self.config.privileged_tokens,
+                        shared=[built[k].shared_tokens for built in prompts],
                     )
             metrics |= self._renamed(view, counters.metrics())
             metrics[f"{self._prefix(view)}/scored_frac"] = len(chosen) / max(len(rows), 1)

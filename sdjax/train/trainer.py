@@ -26,13 +26,15 @@ from sdjax.train import batch_file, rundir, session, transcripts
 from sdjax.train.acting import ActingTeacher
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import NET, Ledger
-from sdjax.train.optimize import Optimizer, Sequences, SuffixRows, learning_rate
+from sdjax.train.optimize import Optimizer, SuffixRows, learning_rate
+from sdjax.train.packing import Sequences
 from sdjax.train.progress import Progress
 from sdjax.train.rows import Row, make_batch, make_rows, rollout_metrics
 from sdjax.train.rundir import RunDir
 from sdjax.train.teacher_pass import Teacher
 from sdjax.train.teacher_weights import TeacherWeights
 from sdjax.train.update import Updater
+from sdjax.train.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class Trainer:
         self.actor = ActingTeacher(self.method, self.session) if self.method.acts else None
         self.checkpoints = Checkpoints(
             directory.checkpoints, keep=config.save.keep, asynchronous=config.save.asynchronous
+        )
+        self.validation = Validation(
+            self.session, directory, (*self.method.extra_validations, *config.eval.extra_validations)
         )
         self.train_tasks = self.session.benchmark.task_ids(config.env.train_split)
         self.state: Any = None
@@ -212,6 +217,8 @@ class Trainer:
             "engine/prompt_tokens": float(stats.prompt_tokens - before.prompt_tokens),
             "engine/prefill_tokens": float(stats.prefill_tokens - before.prefill_tokens),
             "engine/decode_tokens": float(stats.decode_tokens - before.decode_tokens),
+            "engine/decode_steps": float(stats.decode_steps - before.decode_steps),
+            "cost/engine_s": stats.seconds - before.seconds,
             "engine/weight_version": float(rows[0].turn.weight_version),
         }
         sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
@@ -325,18 +332,13 @@ class Trainer:
         )
 
     def _validate(self, step: int, progress: Progress) -> dict[str, float]:
-        panel, config = self.session.panel, self.config
-        progress.phase("validation", len(panel.task_ids))
-        sampling = evaluation.sampling_for(config.eval.temperature, config.rollout.response_tokens)
         with self.ledger.phase("validation"):
-            played = evaluation.evaluate(
-                self.session.player, panel, sampling, purpose="validation", on_done=progress.episode_done
-            )
-            lines = evaluation.records(played, panel, step=step, seed_index=0)
-            evaluation.write(self.directory.validation(step), lines)
-        summary = evaluation.summary(lines)
-        progress.validated(step, summary)
-        return summary
+            summary = self.validation.run(step, progress)
+            progress.validated(step, summary)
+            params = self.state["params"]
+            teacher = lambda: self.teacher_weights.current(params, self.reference)  # noqa: E731
+            extra = self.validation.run_extra(step, progress, params, teacher, summary)
+        return summary | extra
 
     def final_evaluation(self, progress: Progress) -> None:
         """K rollout seeds on the panel with the last weights; seeds whose file exists are complete and skipped."""

@@ -19,9 +19,9 @@ from sdjax import losses
 from sdjax.config import TrainConfig
 from sdjax.losses.masked import masked_sum
 from sdjax.methods.base import Method
-from sdjax.models.base import Model, masked_logits
+from sdjax.models.base import Model, Prefix, masked_logits
 
-_HEAD_CHUNK = 256  # loss slots whose logits are alive at the same time, per packed row
+_HEAD_CHUNK = 128  # loss slots whose logits are alive at the same time, per packed row
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,32 @@ def over_slots(
     slots: Sequence[Array],
     *,
     remat: bool,
+    prefix: Prefix | None = None,
 ) -> Any:
     """Calls ``function(logits_BCV, *slots_BC)`` on one chunk of loss slots after the other, so that the logits of all
-    slots are never alive together. Returns its results with the chunks as leading axis; see ``join_chunks``."""
-    hidden = model.hidden(params, batch["tokens_BT"], batch["position_BT"], batch["segment_BT"], remat=remat)
+    slots are never alive together. A chunk that no packed row uses is skipped and gives zeros. Returns the results with
+    the chunks as leading axis; see ``join_chunks``."""
+    tokens, position, segment = (batch[key] for key in ("tokens_BT", "position_BT", "segment_BT"))
+    more: dict[str, Any] = {} if prefix is None else {"prefix": prefix}
+    hidden = model.hidden(params, tokens, position, segment, remat=remat, **more)
     picked = jnp.take_along_axis(hidden, batch["source_BM"][..., None], axis=1)
     B, M = picked.shape[:2]
     chunk = _HEAD_CHUNK if M % _HEAD_CHUNK == 0 else M
 
+    def results(hidden_BCD, *rest):
+        return function(masked_logits(model.logits(params, hidden_BCD), sampling_mask_V), *rest)
+
+    def nothing(*chunks):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results, *chunks))
+
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def head(_, chunks):
-        hidden_BCD, *rest = chunks
-        return None, function(masked_logits(model.logits(params, hidden_BCD), sampling_mask_V), *rest)
+        used_BC, *rest = chunks
+        # Packed rows fill their slots from the left, and answers are much shorter than the slots reserved for them.
+        return None, jax.lax.cond(used_BC.any(), results, nothing, *rest)
 
     split = lambda x: jnp.moveaxis(x.reshape(B, M // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
-    return jax.lax.scan(head, None, tuple(split(x) for x in (picked, *slots)))[1]
+    return jax.lax.scan(head, None, tuple(split(x) for x in (batch["mask_BM"], picked, *slots)))[1]
 
 
 def join_chunks(x: Array) -> Array:
@@ -78,6 +89,7 @@ def token_logps(
     temperature: float,
     remat: bool,
     with_entropy: bool,
+    prefix: Prefix | None = None,
 ) -> tuple[Array, losses.TokenSum | None]:
     """Log-probabilities [B, M] of the loss slots (0 in unused ones), and the sum of token entropies if wanted."""
 
@@ -87,9 +99,8 @@ def token_logps(
         entropy = losses.token_entropy(logits, mask_BC, temperature=temperature) if with_entropy else None
         return jnp.where(mask_BC, taken, 0.0), entropy
 
-    logps, entropy = over_slots(
-        model, params, batch, sampling_mask_V, function, (batch["target_BM"], batch["mask_BM"]), remat=remat
-    )
+    slots = (batch["target_BM"], batch["mask_BM"])
+    logps, entropy = over_slots(model, params, batch, sampling_mask_V, function, slots, remat=remat, prefix=prefix)
     return join_chunks(logps), jax.tree.map(lambda x: x.sum(0), entropy)
 
 
@@ -143,6 +154,8 @@ class Updater:
             optax.scale_by_adam(b1=train.beta1, b2=train.beta2), optax.add_decayed_weights(train.weight_decay)
         )
         self.score = jax.jit(self._score)
+        self.prefix = jax.jit(self._prefix)
+        self.score_behind = jax.jit(self._score_behind)
         self.gradient = jax.jit(self._gradient, donate_argnums=(1,))
         self.cotangent = jax.jit(self._cotangent)
         self.backpropagate = jax.jit(self._backpropagate, donate_argnums=(1,))
@@ -164,7 +177,7 @@ class Updater:
             "skipped": jnp.zeros((), jnp.int32),
         }
 
-    def _logps(self, params, batch, *, with_entropy, remat):
+    def _logps(self, params, batch, *, with_entropy, remat, prefix=None):
         return token_logps(
             self.model,
             params,
@@ -173,10 +186,20 @@ class Updater:
             temperature=self.temperature,
             remat=remat,
             with_entropy=with_entropy,
+            prefix=prefix,
         )
 
     def _score(self, params, batch):
         return self._logps(params, batch, with_entropy=False, remat=False)[0]
+
+    def _prefix(self, params, tokens_FP, length_F):
+        """The cache of prefixes that many rows share."""
+        return self.model.prefill(params, tokens_FP, length_F)[1]
+
+    def _score_behind(self, params, batch, cache, length_F, index_B):
+        """``_score`` of packed rows that each stand behind one of the prefixes in ``cache``."""
+        prefix = Prefix(cache.take(index_B), length_F[index_B])
+        return self._logps(params, batch, with_entropy=False, remat=False, prefix=prefix)[0]
 
     def _gradient(self, params, accumulated, batch, fields, scales):
         """One-pass path: adds the gradient of one micro-batch to ``accumulated``."""

@@ -196,13 +196,17 @@ def test_search_projection(text, action, reason):
         assert text[slice(*found.action_span)].strip() in action
 
 
-@given(st.lists(st.sampled_from(["<search>", "</search>", "<answer>", "</answer>", "a", " "]), max_size=12).map("".join))
+PIECES = ["<search>", "</search>", "<answer>", "</answer>", "a", " "]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_a_valid_search_answer_has_exactly_one_block(text):
     found = project(text, SEARCH)
     if found.valid:
         kind = "search" if found.action.startswith("<search>") else "answer"
         assert text.count(f"<{kind}>") == text.count(f"</{kind}>") == 1 and found.action.endswith(f"</{kind}>")
-        assert found.action.removeprefix(f"<{kind}>").removesuffix(f"</{kind}>") == text[slice(*found.action_span)].strip()
+        inside = found.action.removeprefix(f"<{kind}>").removesuffix(f"</{kind}>")
+        assert inside == text[slice(*found.action_span)].strip()
 
 
 def test_history_after_shows_what_followed_the_action():

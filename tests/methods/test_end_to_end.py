@@ -95,7 +95,13 @@ def test_a_method_trains_and_logs_its_metrics(lines_of, name):
         assert not wanted - line.keys()
         assert 0 < line["train/win_rate"] < 1  # else the run would say nothing about groups with a contrast
         assert line["optim/grad_norm"] > 0 and line["optim/skipped_updates"] == 0
-    views = registry.method_class(name).views
+    method = registry.method_class(name)
+    for kind in set(method.extra_validations) - {"sampled"}:  # the usual validation is sampled already
+        assert 0 <= lines[-1][f"val_{kind}/success"] <= 100 and (path / f"val_{kind}" / "step_000002.jsonl").exists()
+    if "teacher_weights" in method.extra_validations:
+        lead = lines[-1]["val_teacher_weights/success"] - lines[-1]["val/success"]
+        assert lines[-1]["val_teacher_weights/minus_student"] == lead
+    views = method.views
     for view in views:
         assert (path / f"teacher_prompt_{view}.txt").read_text()
     if views:

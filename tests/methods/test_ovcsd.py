@@ -23,7 +23,8 @@ from sdjax.rollout.engine import Completion
 from sdjax.teacher.prompt import HEADER
 from sdjax.train import sharding, trainer
 from sdjax.train.acting import ActingTeacher
-from sdjax.train.optimize import Optimizer, Sequences, SuffixRows, minibatches
+from sdjax.train.optimize import Optimizer, SuffixRows, minibatches
+from sdjax.train.packing import Sequences
 from sdjax.train.rows import Row, append_rows, make_batch, make_rows
 from sdjax.train.update import Updater
 from tests.methods.corridor import STUDENTS, Script, make_group, make_player, oracle

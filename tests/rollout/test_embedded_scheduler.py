@@ -85,9 +85,9 @@ def test_prompts_are_batched_by_bucket_and_padded_to_few_sizes():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "shapes"), [(1, [2]), (3, [2, 2]), (4, [2, 2]), (5, [8]), (8, [8]), (11, [8, 2, 2])]
+    ("prompts", "shapes"), [(1, [2]), (3, [2, 2]), (4, [2, 2]), (5, [2, 2, 2]), (6, [8]), (8, [8]), (11, [8, 2, 2])]
 )
-def test_no_prefill_batch_is_mostly_padding(prompts, shapes):
+def test_no_prefill_batch_is_more_than_a_quarter_padding(prompts, shapes):
     placed = [(slot, make_job([slot])) for slot in range(prompts)]
     batches = plan_prefill(placed, slots=16, rows=[2, 8], buckets=[4])
     assert [len(batch.length_P) for batch in batches] == shapes

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdjax.errors import DataError
-from sdjax.train.packing import pack
+from sdjax.train.packing import Sequences, Shape, pack
 
 LENGTH, SLOTS, ROWS = 40, 16, 2
+SHAPE = Shape(ROWS, LENGTH, SLOTS, 3)
 
 
 @st.composite
@@ -24,11 +25,12 @@ def row_lists(draw):
 @settings(max_examples=60, deadline=None)
 def test_every_row_is_found_again(rows):
     prompts, responses = rows
-    packed = pack(prompts, responses, range(len(prompts)), length=LENGTH, slots=SLOTS, batch_rows=ROWS)
+    packed = pack(Sequences(prompts, responses), range(len(prompts)), SHAPE)
     seen = {}
     for p in packed:
         assert p.tokens_BT.shape == (ROWS, LENGTH) and p.target_BM.shape == (ROWS, SLOTS)
         for b in range(ROWS):
+            assert p.segment_BT[b].max() <= SHAPE.segments
             for segment in range(1, p.segment_BT[b].max() + 1):
                 where = np.flatnonzero(p.segment_BT[b] == segment)
                 np.testing.assert_array_equal(where, np.arange(where[0], where[0] + len(where)))
@@ -51,7 +53,7 @@ def test_gather_then_scatter_is_the_identity(rows):
     prompts, responses = rows
     values = np.random.default_rng(0).normal(size=(len(prompts), SLOTS)).astype(np.float32)
     out = np.full_like(values, np.nan)
-    for p in pack(prompts, responses, range(len(prompts)), length=LENGTH, slots=SLOTS, batch_rows=ROWS):
+    for p in pack(Sequences(prompts, responses), range(len(prompts)), SHAPE):
         p.scatter(p.gather(values), out)
     for i, response in enumerate(responses):
         np.testing.assert_array_equal(out[i, : len(response)], values[i, : len(response)])
@@ -61,18 +63,11 @@ def test_gather_then_scatter_is_the_identity(rows):
 def test_unused_slots_never_read_poisoned_values():
     values = np.full((1, SLOTS), np.nan, np.float32)
     values[0, :2] = 1.0
-    (p,) = pack([np.ones(3, np.int32)], [np.ones(2, np.int32)], [0], length=LENGTH, slots=SLOTS, batch_rows=ROWS)
+    (p,) = pack(Sequences([np.ones(3, np.int32)], [np.ones(2, np.int32)]), [0], SHAPE)
     assert np.isfinite(p.gather(values)).all() and p.gather(values).sum() == 2.0
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(30, 11), (2, 17), (0, 3)])
 def test_a_row_that_does_not_fit_names_the_limit(prompt, response):
     with pytest.raises(DataError, match="packed row holds 40 tokens and 16 response tokens"):
-        pack(
-            [np.ones(prompt, np.int32)],
-            [np.ones(response, np.int32)],
-            [0],
-            length=LENGTH,
-            slots=SLOTS,
-            batch_rows=ROWS,
-        )
+        pack(Sequences([np.ones(prompt, np.int32)], [np.ones(response, np.int32)]), [0], SHAPE)

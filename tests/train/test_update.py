@@ -19,7 +19,8 @@ from sdjax.methods.sdar import Sdar
 from sdjax.models.config import ModelConfig
 from sdjax.models.dense import DenseModel
 from sdjax.train import sharding
-from sdjax.train.optimize import Optimizer, Sequences, learning_rate, minibatches
+from sdjax.train.optimize import Optimizer, learning_rate, minibatches
+from sdjax.train.packing import Sequences
 from sdjax.train.update import Updater
 
 N, L, VOCAB = 24, 6, 50

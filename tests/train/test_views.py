@@ -216,7 +216,7 @@ def test_long_episodes_lose_their_first_turns_until_the_reflection_fits(tokenize
 class FakeOptimizer:
     """Scores every token with minus the length of its prompt."""
 
-    def score(self, params, sequences, shape, *, extra_tokens):
+    def score(self, params, sequences, shape, *, extra_tokens, shared):
         out = np.zeros(shape, np.float32)
         for i, (prompt, response) in enumerate(zip(sequences.prompts, sequences.responses)):
             out[i, : len(response)] = -len(prompt)
