@@ -3,6 +3,7 @@
 python -m experiments.notebooks.render
 """
 
+import os
 from pathlib import Path
 
 import jupytext
@@ -13,6 +14,9 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
+    # The kernel works in the notebook's folder and must find the package of this checkout.
+    root = str(FOLDER.parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     notebook = jupytext.read(FOLDER / "losses.py")
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
     for number, cell in enumerate(notebook.cells):
