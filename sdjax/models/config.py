@@ -6,6 +6,7 @@ computed as its authors meant it.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a dense decoder. Every number comes from the checkpoint; none is known by model name."""
+    """Shape of a dense decoder, and what other families share with it.
+
+    Every number comes from the checkpoint; none is known by model name.
+    """
 
     model_type: str  # as in config.json; sdjax/models/registry.py maps it to a family
     vocab_size: int  # rows of the embedding, which may exceed the tokenizer's size
@@ -40,6 +44,7 @@ class ModelConfig:
     max_positions: int
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0  # share of each head that RoPE rotates
     rms_eps: float = 1e-6
     tie_embeddings: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3)
@@ -62,6 +67,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}.", "use an even head_dim (RoPE rotates pairs).")
 
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of each head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads one JSON object of a checkpoint directory; raises ModelError naming the file."""
@@ -76,7 +86,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns what describes the language model: ``text_config`` of a vision-language config.json, or all of it."""
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) else raw
+
+
+def require_ints(raw: dict[str, Any], names: Sequence[str]) -> dict[str, int]:
+    """Returns the entries ``names``; raises ModelError naming those that are missing or no whole numbers."""
+    missing = [name for name in names if not isinstance(raw.get(name), int)]
+    if missing:
+        raise ModelError(f"config.json lacks the whole numbers {', '.join(missing)}.", "restore config.json.")
+    return {name: raw[name] for name in names}
+
+
+def read_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Returns (theta, scaling) from either spelling: ``rope_parameters`` (newer) or ``rope_theta``/``rope_scaling``."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(key) or {})
@@ -119,7 +143,8 @@ def _reject_unsupported(raw: dict[str, Any]) -> None:
         )
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Returns the ids of a config.json entry that is a number, a list or absent."""
     if value is None:
         return ()
     return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
@@ -128,18 +153,18 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def dense_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the configuration of a Llama, Qwen2 or Qwen3 checkpoint from its config.json."""
     _reject_unsupported(raw)
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
+    require_ints(
+        raw,
+        (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
     )
-    missing = [name for name in required if not isinstance(raw.get(name), int)]
-    if missing:
-        raise ModelError(f"config.json lacks the whole numbers {', '.join(missing)}.", "restore config.json.")
-    theta, scaling = _rope(raw)
+    theta, scaling = read_rope(raw)
     model_type, heads = raw["model_type"], raw["num_attention_heads"]
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -161,7 +186,7 @@ def dense_config(raw: dict[str, Any]) -> ModelConfig:
         o_bias=False if model_type == "qwen2" else bias,
         initializer_range=float(raw.get("initializer_range", 0.02)),
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        eos_token_ids=token_ids(raw.get("eos_token_id")),
         pad_token_id=raw.get("pad_token_id"),
     )
 
@@ -209,8 +234,8 @@ def dense_config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def rope_frequencies(config: ModelConfig) -> list[float]:
-    """Returns the ``head_dim / 2`` rotation frequencies in radians per position (Llama 3 scaling applied)."""
-    frequencies = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    """Returns the ``rotary_dim / 2`` rotation frequencies in radians per position (Llama 3 scaling applied)."""
+    frequencies = [config.rope_theta ** (-2 * i / config.rotary_dim) for i in range(config.rotary_dim // 2)]
     s = config.rope_scaling
     if s is None:
         return frequencies

@@ -5,6 +5,8 @@ that interface, both silent: offsets are segment starts only (an end offset shif
 0.11 the offsets of grouped keys are wrong.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -56,7 +58,8 @@ def packed_attention(q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array, se
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     start, length = segment_layout(segment_BT)
-    return dot_product_attention(
+    attend: Any = dot_product_attention  # its return type covers results that are not asked for here
+    return attend(
         q_BTHK,
         k_BTJK,
         v_BTJK,
@@ -75,7 +78,8 @@ def prefixed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, lengt
 
     B, T, _, K = q_BTHK.shape
     start, length = segment_layout(segment_BT)
-    own, stat_MHT = dot_product_attention(
+    attend: Any = dot_product_attention
+    own, stat_MHT = attend(
         q_BTHK,
         k_BTJK,
         v_BTJK,
@@ -87,7 +91,7 @@ def prefixed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, lengt
         mask_type=MaskType.PADDING_CAUSAL,
         return_residual=True,
     )
-    before, stat_BHT = dot_product_attention(
+    before, stat_BHT = attend(
         q_BTHK,
         k_BPJK,
         v_BPJK,

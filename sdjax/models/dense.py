@@ -15,15 +15,8 @@ from flax import nnx
 from sdjax.models.attention import cached_attention, packed_attention, prefixed_attention
 from sdjax.models.base import Cache, Model, Params, Prefix
 from sdjax.models.config import ModelConfig, rope_frequencies
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint: its name there (``{layer}`` for stacked ones), its path here, and its layout."""
-
-    name: str
-    path: tuple[str, ...]
-    transpose: bool = False
+from sdjax.models.embedding import embed, head_logits
+from sdjax.models.tensors import Tensor
 
 
 def matmul(x_XI: jax.Array, w_IO: jax.Array) -> jax.Array:
@@ -164,12 +157,6 @@ class DenseModel(Model):
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
         return _init(self.config, key, jnp.dtype(dtype))
 
-    def _embed(self, params: Params, tokens_XT: jax.Array, valid_XT: jax.Array) -> jax.Array:
-        # Padding enters as zeros and stays finite in every layer, whatever its id or its embedding row holds.
-        tokens = jnp.where(valid_XT, tokens_XT, 0)
-        x = jnp.take(params["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan)
-        return jnp.where(valid_XT[..., None], x, 0).astype(self.compute_dtype)
-
     def hidden(
         self,
         params: Params,
@@ -194,20 +181,13 @@ class DenseModel(Model):
                 )
             return block.feed_forward(x_BTD + block.attn.out(o)), None
 
-        x_BTD = self._embed(params, tokens_BT, segment_BT != 0)
+        x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype)
         scanned = (params["layers"], None if prefix is None else prefix.cache)
         x_BTD, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x_BTD, scanned)
         return rms_norm(x_BTD, params["final_norm"], self.config.rms_eps)
 
     def logits(self, params: Params, hidden_XD: jax.Array) -> jax.Array:
-        head_VD = params["embedding"] if self.config.tie_embeddings else params["head"]
-        return jnp.einsum(
-            "...d,vd->...v",
-            hidden_XD,
-            head_VD.astype(hidden_XD.dtype),
-            precision=jax.lax.Precision.HIGHEST if hidden_XD.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
+        return head_logits(params, hidden_XD)
 
     def init_cache(self, rows: int, length: int, dtype: Any = None) -> Cache:
         c = self.config
@@ -228,10 +208,11 @@ class DenseModel(Model):
             block = self._block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_STD), rope)
             o = packed_attention(q, k, v, segment_ST, implementation=self.attention)
-            kept = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype or self.compute_dtype) for x in (k, v))
-            return block.feed_forward(x_STD + block.attn.out(o)), tuple(kept)
+            k, v = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype or self.compute_dtype) for x in (k, v))
+            return block.feed_forward(x_STD + block.attn.out(o)), (k, v)
 
-        x_STD, (k, v) = jax.lax.scan(layer, self._embed(params, tokens_ST, valid_ST), params["layers"])
+        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype)
+        x_STD, (k, v) = jax.lax.scan(layer, x_STD, params["layers"])
         return rms_norm(x_STD, params["final_norm"], self.config.rms_eps), Cache(k=k, v=v)
 
     def extend(
@@ -266,7 +247,7 @@ class DenseModel(Model):
             o = cached_attention(q, k, v, position_ST)
             return (block.feed_forward(x_STD + block.attn.out(o)), cache), None
 
-        x_STD = self._embed(params, tokens_ST, valid_ST)
+        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype)
         (x_STD, cache), _ = jax.lax.scan(layer, (x_STD, cache), (jnp.arange(self.config.layers), params["layers"]))
         return rms_norm(x_STD, params["final_norm"], self.config.rms_eps), cache
 

@@ -8,26 +8,34 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from sdjax.errors import ModelError
 from sdjax.models.base import Model, Params
 from sdjax.models.config import read_json
-from sdjax.models.dense import Tensor
-from sdjax.models.registry import family_of
+from sdjax.models.registry import Family, family_of
+from sdjax.models.shards import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    Header,
+    Item,
+    dtype_name,
+    open_shard,
+    read_headers,
+    split,
+    write_shard,
+)
+from sdjax.models.tensors import Stored, assemble, get, layout, put
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 2**30
-TOKENIZER_FILES = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,9 +45,13 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 # Buffers that old exporters stored and that every reader recomputes.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+_HEAD = "lm_head.weight"
+_COMPARED_ROWS = 4096
 
 
 def load_model(directory: str | Path, *, compute_dtype: Any = "float32") -> Model:
@@ -52,17 +64,35 @@ def load_model(directory: str | Path, *, compute_dtype: Any = "float32") -> Mode
 def load_params(directory: str | Path, model: Model, *, dtype: Any = None) -> Params:
     """Reads the weights of ``directory`` for ``model``; ``dtype`` None keeps the stored dtype.
 
-    Host memory beyond the result is one stacked parameter. Raises ModelError naming the damaged file, or all missing,
-    unexpected and mis-shaped tensors.
+    Each tensor goes to the device on its own: host memory beyond the result is one shard, mapped, and one tensor.
+    Raises ModelError naming the damaged file, or all missing, unexpected and mis-shaped tensors.
     """
-    tensors = family_of(model.config.model_type).tensors(model.config)
-    with ExitStack() as stack:
-        stored = _open_all(Path(directory), stack)
-        _check(Path(directory), stored, model, tensors)
-        params: Params = {}
-        for tensor, want in zip(tensors, _wanted_shapes(model, tensors), strict=True):
-            _set(params, tensor.path, _read(stored, tensor, want, dtype))
-    return params
+    directory, family = Path(directory), family_of(model.config.model_type)
+    headers, shapes = read_headers(directory), model.shapes()
+    tensors = family.tensors(model.config)
+    wanted = layout(tensors, shapes, family.prefix(headers))
+    _check(directory, headers, wanted, family, tied=model.config.tie_embeddings)
+    dtypes = _dtypes(headers, wanted, dtype)
+    params: dict[tuple[str, ...], jax.Array] = {}
+    by_file = sorted(wanted, key=lambda name: headers[name].file)
+    for file, names in groupby(by_file, key=lambda name: headers[name].file):
+        with open_shard(file) as shard:
+            for name in names:
+                stored = shard.get_slice(name)
+                for part in wanted[name].parts:
+                    path = part.tensor.path
+                    value = part.tensor.from_checkpoint(stored[part.begin : part.end])
+                    if part.index is None:
+                        params[path] = jnp.asarray(value, dtypes[path])
+                        continue
+                    if path not in params:
+                        params[path] = jnp.zeros(get(shapes, path).shape, dtypes[path])
+                    # Waiting keeps the copies of later tensors from piling up behind slow transfers.
+                    params[path] = jax.block_until_ready(_set_layer(params[path], value, part.index))
+    tree: Params = {}
+    for tensor in tensors:
+        put(tree, tensor.path, params[tensor.path])
+    return tree
 
 
 def save_checkpoint(
@@ -73,35 +103,44 @@ def save_checkpoint(
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes config.json and safetensors in the parameters' dtype; copies tokenizer files from ``tokenizer_from``.
+    """Writes config.json and safetensors in the parameters' dtypes, with one tensor in host memory at a time.
+
+    tokenizer_from: the checkpoint that the weights were trained from. Its tokenizer files are copied, and so are the
+    tensors that sdjax does not compute with and that engines need to load the model (a vision tower).
 
     All shards are written under temporary names first, so a failed export (a full disk) leaves an older checkpoint in
     ``directory`` as it was. Raises ModelError when the directory cannot be written.
     """
     directory = Path(directory)
     family = family_of(model.config.model_type)
-    tensors = family.tensors(model.config)
-    written: list[Path] = []
+    base = None if tokenizer_from is None else Path(tokenizer_from)
+    items = [*_own_items(family, model, params), *(() if base is None else _foreign_items(family, base))]
+    shards = list(split(items, max_shard_bytes))
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [WEIGHTS] if len(shards) == 1 else names
+    temporary = [directory / (name + ".tmp") for name in names]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        weight_map = _write_shards(directory, params, list(_shards(params, tensors, max_shard_bytes)), written)
+        for path, shard in zip(temporary, shards, strict=True):
+            write_shard(path, shard)
         # From here on only renames and small files: config.json goes first and comes last.
         for stale in (directory / "config.json", directory / INDEX, *directory.glob("model*.safetensors")):
             stale.unlink(missing_ok=True)
-        for temporary in written:
-            os.replace(temporary, temporary.with_suffix(""))
-        if len(written) > 1:
-            size = sum(array.nbytes for array in jax.tree.leaves(params))
-            write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        if tokenizer_from is not None:
-            for name in TOKENIZER_FILES:
-                if (Path(tokenizer_from) / name).is_file() and Path(tokenizer_from) != directory:
-                    shutil.copyfile(Path(tokenizer_from) / name, directory / name)
+        for path in temporary:
+            os.replace(path, path.with_suffix(""))
+        if len(shards) > 1:
+            weight_map = {item.name: name for name, shard in zip(names, shards) for item in shard}
+            index = {"metadata": {"total_size": sum(item.nbytes for item in items)}}
+            write_json(directory / INDEX, index | {"weight_map": dict(sorted(weight_map.items()))})
+        if base is not None and base != directory:
+            for name in COMPANION_FILES:
+                if (base / name).is_file():
+                    shutil.copyfile(base / name, directory / name)
         dtype = jnp.dtype(params["embedding"].dtype).name
         write_json(directory / "config.json", family.write_config(model.config, dtype))
-    except (OSError, SafetensorError) as e:
-        for temporary in written:
-            temporary.unlink(missing_ok=True)
+    except OSError as e:
+        for path in temporary:
+            path.unlink(missing_ok=True)
         raise ModelError(f"cannot write to {directory}: {e}.", "free some disk space or use another directory.") from e
     return directory
 
@@ -113,136 +152,77 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _open_all(directory: Path, stack: ExitStack) -> dict[str, Any]:
-    """Returns tensor name -> open file."""
-    if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(
-                f"{directory / INDEX} has no weight_map.", "restore the file from the checkpoint's source."
-            )
-        names = sorted(set(weight_map.values()))
-    elif (directory / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    else:
-        raise ModelError(f"{directory} holds neither {WEIGHTS} nor {INDEX}.", "download the safetensors weights.")
-    stored: dict[str, Any] = {}
-    for name in names:
-        if Path(name).name != name or not (directory / name).is_file():
-            raise ModelError(f"{directory / name}, named by {INDEX}, does not exist.", "download the missing shard.")
-        try:
-            file = stack.enter_context(safe_open(directory / name, framework="np"))
-        except (SafetensorError, OSError) as e:
-            raise ModelError(
-                f"{directory / name} is truncated or not a safetensors file: {e}.", "download the file again."
-            ) from e
-        stored |= dict.fromkeys(file.keys(), file)
-    return stored
+@jax.jit(donate_argnums=0)
+def _set_layer(stack: jax.Array, value: jax.Array, index: int) -> jax.Array:
+    return stack.at[index].set(value.astype(stack.dtype))
 
 
-def _layer_names(tensor: Tensor, layers: int) -> list[str]:
-    return [tensor.name.format(layer=i) for i in range(layers)] if "{layer}" in tensor.name else [tensor.name]
+def _dtypes(headers: dict[str, Header], wanted: dict[str, Stored], dtype: Any) -> dict[tuple[str, ...], Any]:
+    """Returns the dtype of each parameter: as asked, or the widest of its stored layers."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, stored in wanted.items():
+        here = DTYPES[headers[name].dtype]
+        for part in stored.parts:
+            path = part.tensor.path
+            if dtype is None:
+                found[path] = jnp.promote_types(found.get(path, here), here)
+            else:
+                found[path] = jnp.promote_types(dtype, jnp.float32) if part.tensor.float32 else jnp.dtype(dtype)
+    return found
 
 
-def _get(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _set(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def _wanted_shapes(model: Model, tensors: list[Tensor]) -> list[tuple[int, ...]]:
-    shapes = model.shapes()
-    return [tuple(_get(shapes, t.path).shape) for t in tensors]
-
-
-def _stored_shape(tensor: Tensor, want: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one tensor in the checkpoint, from the shape of ours (stacked, [in, out])."""
-    one = want[1:] if "{layer}" in tensor.name else want
-    return one[::-1] if tensor.transpose else one
-
-
-def _check(directory: Path, stored: dict[str, Any], model: Model, tensors: list[Tensor]) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    for tensor, want in zip(tensors, _wanted_shapes(model, tensors), strict=True):
-        shape = _stored_shape(tensor, want)
-        expected |= dict.fromkeys(_layer_names(tensor, model.config.layers), shape)
-    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in stored]
-    for name, file in stored.items():
-        if name.endswith(_DERIVED_SUFFIXES):
+def _check(
+    directory: Path, headers: dict[str, Header], wanted: dict[str, Stored], family: Family, *, tied: bool
+) -> None:
+    problems = [f"missing {name} {list(stored.shape)}" for name, stored in wanted.items() if name not in headers]
+    for name, header in headers.items():
+        if name.endswith(_DERIVED_SUFFIXES) or name.startswith((*family.kept, *family.dropped)):
             continue
-        if name == "lm_head.weight" and model.config.tie_embeddings:
+        if name == _HEAD and tied:
             # Some exporters store the tied head as well; only a different one would be ignored silently.
-            embedding = stored.get("model.embed_tokens.weight")
-            if embedding is None or not np.array_equal(
-                file.get_tensor(name), embedding.get_tensor("model.embed_tokens.weight")
-            ):
-                problems.append("lm_head.weight differs from the embedding although tie_word_embeddings is true")
-        elif name not in expected:
+            embedding = next((n for n in wanted if n.endswith("embed_tokens.weight")), None)
+            if embedding not in headers or not _equal(header, name, headers[embedding], embedding):
+                problems.append(f"{_HEAD} differs from the embedding although tie_word_embeddings is true")
+        elif name not in wanted:
             problems.append(f"unexpected {name}")
-        elif tuple(file.get_slice(name).get_shape()) != expected[name]:
-            problems.append(
-                f"{name} has shape {file.get_slice(name).get_shape()}, config.json wants {list(expected[name])}"
-            )
+        elif header.shape != wanted[name].shape:
+            problems.append(f"{name} has shape {list(header.shape)}, config.json wants {list(wanted[name].shape)}")
+        elif header.dtype not in DTYPES:
+            problems.append(f"{name} has the unsupported dtype {header.dtype}, not one of {', '.join(DTYPES)}")
     if problems:
         raise ModelError(
             f"the tensors in {directory} do not match its config.json: {'; '.join(problems)}.",
-            "use config.json and weights of the same checkpoint.",
+            "use config.json and unquantised weights of the same checkpoint.",
         )
 
 
-def _read(stored: dict[str, Any], tensor: Tensor, want: tuple[int, ...], dtype: Any) -> jax.Array:
-    stacked = "{layer}" in tensor.name
-    names = _layer_names(tensor, want[0])
-    out: np.ndarray | None = None
-    for i, name in enumerate(names):
-        value = stored[name].get_tensor(name)
-        value = value.T if tensor.transpose else value
-        if out is None:
-            out = np.empty(want, value.dtype if dtype is None else jnp.dtype(dtype))
-        if stacked:
-            out[i] = value
-        else:
-            out[...] = value
-    assert out is not None
-    return jnp.asarray(out)
+def _equal(a: Header, a_name: str, b: Header, b_name: str) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    with open_shard(a.file) as a_file, open_shard(b.file) as b_file:
+        a_slice, b_slice = a_file.get_slice(a_name), b_file.get_slice(b_name)
+        begins = range(0, a.shape[0], _COMPARED_ROWS)
+        pieces = (slice(begin, min(begin + _COMPARED_ROWS, a.shape[0])) for begin in begins)
+        return all(np.array_equal(a_slice[piece], b_slice[piece]) for piece in pieces)
 
 
-def _shards(params: Params, tensors: list[Tensor], limit: int) -> Iterator[list[tuple[Tensor, int]]]:
-    """Splits the checkpoint's tensors, as (tensor, layer), into files of at most ``limit`` bytes."""
-    shard: list[tuple[Tensor, int]] = []
-    size = 0
-    for tensor in tensors:
-        array = _get(params, tensor.path)
-        layers = array.shape[0] if "{layer}" in tensor.name else 1
-        for layer in range(layers):
-            if shard and size + array.nbytes // layers > limit:
-                yield shard
-                shard, size = [], 0
-            shard.append((tensor, layer))
-            size += array.nbytes // layers
-    yield shard
+def _own_items(family: Family, model: Model, params: Params) -> Iterator[Item]:
+    """The model's parameters in the checkpoint's layout."""
+    for name, stored in layout(family.tensors(model.config), params, family.prefixes[0]).items():
+        path = stored.parts[0].tensor.path
+        dtype = dtype_name(get(params, path).dtype, "parameter " + ".".join(path))
+        yield Item(name, dtype, stored.shape, lambda stored=stored: assemble(stored, params))
 
 
-def _write_shards(
-    directory: Path, params: Params, shards: list[list[tuple[Tensor, int]]], written: list[Path]
-) -> dict[str, str]:
-    """Writes each shard to NAME.tmp, appended to ``written`` before it is begun; returns tensor name -> file name."""
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        values = {}
-        for tensor, layer in shard:
-            array = _get(params, tensor.path)
-            value = np.asarray(array[layer] if "{layer}" in tensor.name else array)
-            values[tensor.name.format(layer=layer)] = np.ascontiguousarray(value.T if tensor.transpose else value)
-        weight_map |= dict.fromkeys(values, file_name)
-        written.append(directory / (file_name + ".tmp"))
-        save_file(values, written[-1], metadata={"format": "pt"})
-        written[-1].chmod(0o644)  # the library writes files that only their owner can read
-    return dict(sorted(weight_map.items()))
+def _foreign_items(family: Family, base: Path) -> Iterator[Item]:
+    """Tensors of ``base``, where it has weights, that belong to the family but not to our model."""
+    if not family.kept or not any((base / name).is_file() for name in (WEIGHTS, INDEX)):
+        return
+    for name, header in read_headers(base).items():
+        if name.startswith(family.kept):
+            yield Item(name, header.dtype, header.shape, lambda name=name, header=header: _read(name, header))
+
+
+def _read(name: str, header: Header) -> np.ndarray:
+    with open_shard(header.file) as file:
+        return file.get_tensor(name)

@@ -6,8 +6,8 @@ same arguments give the same bytes.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from sdjax.errors import ModelError
 from sdjax.models.base import Model
 from sdjax.models.config import ModelConfig
-from sdjax.models.dense import DenseModel
 from sdjax.models.hf import save_checkpoint, write_json
+from sdjax.models.qwen3_5_config import FULL, LINEAR, Qwen35Config
+from sdjax.models.registry import family_of
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Answer tags are single tokens but not special ones: they belong to the text that environments and people read.
@@ -25,6 +26,26 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+# SGLang makes these processors for a Qwen3.5 checkpoint, also where no picture ever comes.
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "video_preprocessor_config.json": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+}
 
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -71,7 +92,8 @@ def write_tiny_checkpoint(
 ) -> Model:
     """Writes a random model with a tokenizer trained on ``corpus``; returns the model (float32, tied embedding).
 
-    The embedding has ``vocab_size`` rows even when the corpus yields fewer tokens.
+    The embedding has ``vocab_size`` rows even when the corpus yields fewer tokens. model_type: "llama", "qwen2",
+    "qwen3" or "qwen3_5" (at least two layers; every fourth and the last are full attention).
     """
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -90,8 +112,11 @@ def write_tiny_checkpoint(
     }
     write_json(out / "tokenizer_config.json", tokenizer_config)
     write_json(out / "generation_config.json", {"eos_token_id": [end, pad], "pad_token_id": pad})
-    config = ModelConfig(
-        model_type=model_type,
+    if model_type == "qwen3_5":
+        for name, value in _PROCESSORS.items():
+            write_json(out / name, value)
+    config = _config(
+        model_type,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -104,7 +129,24 @@ def write_tiny_checkpoint(
         eos_token_ids=(end,),
         pad_token_id=pad,
     )
-    config = replace(config, qk_norm=model_type == "qwen3", qkv_bias=model_type == "qwen2")
-    model = DenseModel(config)
+    model = family_of(model_type).make(config, "float32")
     save_checkpoint(out, model, model.init(jax.random.key(seed)))
     return model
+
+
+def _config(model_type: str, **sizes: Any) -> ModelConfig:
+    if model_type != "qwen3_5":
+        return ModelConfig(model_type, qk_norm=model_type == "qwen3", qkv_bias=model_type == "qwen2", **sizes)
+    layers, frequencies = sizes["layers"], sizes["head_dim"] // 4
+    return Qwen35Config(
+        model_type=model_type,
+        layer_types=tuple(FULL if (i + 1) % 4 == 0 or i + 1 == layers else LINEAR for i in range(layers)),
+        linear_key_heads=sizes["kv_heads"],
+        linear_value_heads=sizes["heads"],
+        linear_key_dim=sizes["head_dim"],
+        linear_value_dim=sizes["head_dim"],
+        conv_kernel=4,
+        partial_rotary_factor=0.5,
+        mrope_section=(frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3),
+        **sizes,
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from sdjax.errors import ModelError
-from sdjax.models.config import read_json
+from sdjax.models.config import read_json, text_config, token_ids
 
 # Two neutral texts and one with outer white space (some templates trim): the template is verbatim if all three survive.
 _PROBES = ("sdjaxprobe", "another\n\nprobe: 12", " \n probe \n ")
@@ -88,18 +88,17 @@ class Tokenizer:
             raise ModelError(f"{directory} has no tokenizer.json.", "add the checkpoint's (fast) tokenizer files.")
         config = read_json(directory / "config.json")
         if model_vocab_size is None:
-            model_vocab_size = int(config["vocab_size"])
+            model_vocab_size = int(text_config(config)["vocab_size"])
         try:
             hf = AutoTokenizer.from_pretrained(directory, local_files_only=True, use_fast=True)
         except (ValueError, OSError, KeyError, TypeError) as e:
             raise ModelError(f"the tokenizer in {directory} does not load: {e}.", "restore its files.") from e
         stop: list[int] = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
-        sources = [config]
+        sources = [text_config(config), config]
         if (directory / "generation_config.json").is_file():
             sources.append(read_json(directory / "generation_config.json"))
         for source in sources:
-            eos = source.get("eos_token_id")
-            stop += [int(i) for i in eos] if isinstance(eos, list) else [] if eos is None else [int(eos)]
+            stop += token_ids(source.get("eos_token_id"))
         return cls(hf, stop_ids=stop, model_vocab_size=model_vocab_size, enable_thinking=enable_thinking)
 
     def _render(self, user_text: str) -> str:

@@ -177,6 +177,6 @@ class WarmStart:
         evaluation.write(self.directory.validation(config.sft.steps), lines)
         progress.validated(config.sft.steps, evaluation.summary(lines))
         out = self.directory.path / "model"
-        save_checkpoint(out, run.model, jax.device_get(state["params"]), tokenizer_from=run.checkpoint_dir)
+        save_checkpoint(out, run.model, state["params"], tokenizer_from=run.checkpoint_dir)
         rundir.write_json(self.directory.done, {"step": config.sft.steps, "model": "model"})
         self.console.print(f"warm start written to {out}")

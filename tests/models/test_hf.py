@@ -14,6 +14,7 @@ from sdjax.models import hf, load_checkpoint
 from sdjax.models.config import ModelConfig, dense_config, dense_config_json
 from sdjax.models.dense import DenseModel
 from sdjax.models.hf import load_model, load_params, save_checkpoint
+from sdjax.models.shards import write_shard
 
 CONFIG = ModelConfig(
     model_type="qwen2",
@@ -76,13 +77,14 @@ def test_a_failed_export_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     before = {p.name: p.read_bytes() for p in directory.iterdir()}
     calls = []
 
-    def full_disk(values, path, **kwargs):
+    def full_disk(path, items):
         calls.append(path)
         if len(calls) == 2:
+            path.write_bytes(b"a part")
             raise OSError(28, "No space left on device")
-        save_file(values, path, **kwargs)
+        write_shard(path, items)
 
-    monkeypatch.setattr(hf, "save_file", full_disk)
+    monkeypatch.setattr(hf, "write_shard", full_disk)
     with pytest.raises(ModelError, match="No space left"):
         save_checkpoint(directory, model, params, max_shard_bytes=3000)
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
