@@ -1,12 +1,19 @@
-"""Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode={train,sft,eval,report}``.
+"""Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode=MODE``.
+
+Modes of a run: train, sft (warm start), eval (final evaluation), report, demos (expert episodes as a file). Modes of a
+benchmark: prepare (downloads into the form that env.data names) and play (in the terminal).
 
 Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where
 the last one stopped; a finished run returns at once.
 """
 
+import hashlib
+import importlib
+import io
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -14,12 +21,24 @@ from rich.console import Console
 
 from sdjax.errors import ConfigError, SdjaxError
 
+if TYPE_CHECKING:
+    from sdjax.config import RunConfig
+    from sdjax.train.rundir import RunDir
+
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar"
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run (train, sft, eval) or of the report.")
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "sft", "eval", "report"], "What to do.")
+_MODES = ["train", "sft", "eval", "report", "demos", "prepare", "play"]
+_AGENTS = ["human", "expert", "random", "rule", "checkpoint"]
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, of the report, or of what is written.")
+_MODE = flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
 _RUNS = flags.DEFINE_list("runs", [], "Run directories of a report, or folders that contain some.")
+_ENV = flags.DEFINE_string("env", None, "Benchmark (prepare, play).")
+_SOURCE = flags.DEFINE_list("source", [], "What was downloaded: files, folders, dataset ids (prepare).")
+_AGENT = flags.DEFINE_enum("agent", "human", _AGENTS, "Who plays (play).")
+_TASK = flags.DEFINE_string("task", "", "Task id (play); default: the first of the panel.")
+_TEACHER = flags.DEFINE_bool("teacher", False, "Show what a teacher would read (play).")
+_EPISODES = flags.DEFINE_integer("episodes", 1, "Episodes, of an agent that is not human (play).")
 
 _CONFIG_EXIT_CODE, _FAILED_EXIT_CODE = 2, 1
 
@@ -60,9 +79,11 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _run(console: Console) -> int:
-    if not _WORKDIR.value:
-        raise ConfigError("--workdir is missing.", "add --workdir=runs/NAME.")
-    workdir = Path(_WORKDIR.value)
+    if _MODE.value == "play":
+        return _play(console)
+    if _MODE.value == "prepare":
+        return _prepare(console)
+    workdir = _workdir()
     if _MODE.value == "report":
         from sdjax.report import build_report, find_runs
 
@@ -78,6 +99,9 @@ def _run(console: Console) -> int:
     config = load(_CONFIG.value)
     _keep_compiled_programs()
     with RunDir(workdir) as directory:
+        if _MODE.value == "demos":
+            _demos(config, directory, console)
+            return 0
         if _MODE.value == "sft":
             from sdjax.train.sft import WarmStart
 
@@ -94,6 +118,67 @@ def _run(console: Console) -> int:
             return 0
         Trainer(config, directory, console).run()
     return 0
+
+
+def _workdir() -> Path:
+    if not _WORKDIR.value:
+        raise ConfigError("--workdir is missing.", "add --workdir=runs/NAME.")
+    return Path(_WORKDIR.value)
+
+
+def _prepare(console: Console) -> int:
+    from sdjax.envs import BENCHMARKS
+
+    if _ENV.value not in BENCHMARKS:
+        raise ConfigError(f"--env={_ENV.value or ''}.", f"use one of {', '.join(BENCHMARKS)}.")
+    module = importlib.import_module(f"sdjax.envs.{_ENV.value}.prepare")
+    if not _SOURCE.value:  # the docstring says what is wanted, the error where it comes from
+        for paragraph in str(module.__doc__).replace("``", "").split("\n\n"):
+            console.print(" ".join(paragraph.split()) + "\n", markup=False, highlight=False)
+        module.prepare([], Path(_WORKDIR.value or "."), console)
+        return 0
+    module.prepare(_SOURCE.value, _workdir(), console)
+    return 0
+
+
+def _play(console: Console) -> int:
+    from sdjax import play
+
+    config = None
+    if _CONFIG.value is not None:
+        from sdjax.config import load
+
+        config = load(_CONFIG.value)
+    workdir = Path(_WORKDIR.value) if _WORKDIR.value else None
+    settings = play.find_settings(config, _ENV.value, workdir)
+    options = play.Options(_TASK.value, _AGENT.value, _TEACHER.value, _EPISODES.value)
+    if options.agent == "checkpoint":
+        _keep_compiled_programs()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the game
+    play.play(settings, options, console, sys.stdin, workdir)
+    return 0
+
+
+def _demos(config: "RunConfig", directory: "RunDir", console: Console) -> None:
+    from sdjax.config import resolved
+    from sdjax.envs import make_benchmark
+    from sdjax.envs.demos import draw, write_demos
+    from sdjax.envs.prompts import PromptTemplate
+    from sdjax.train import rundir
+
+    env, sft, path = config.env, config.sft, directory.path / "demos.jsonl"
+    directory.write_config(resolved(config))
+    benchmark = make_benchmark(env)
+    try:
+        template = PromptTemplate.load(env.name, env.template, env.history)
+        wanted = draw(benchmark.task_ids(env.train_split), sft.episodes, config.seed, sft.noise)
+        write_demos(benchmark, template, wanted, sft.expert, env.turns, path, console)
+        facts = {"benchmark": benchmark.provenance(), "template": template.name, "episodes": len(wanted)}
+        facts["demos_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        rundir.write_json(directory.path / "provenance.json", rundir.provenance(resolved(config), facts))
+    finally:
+        benchmark.close()
 
 
 def _keep_compiled_programs() -> None:

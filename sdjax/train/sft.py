@@ -4,6 +4,7 @@ A normal feature for small models, whose random or general-purpose policy never 
 Hugging Face directory (``WORKDIR/model``), the ``model.path`` of later runs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from sdjax import jsonl
 from sdjax.config import RunConfig, resolved
-from sdjax.envs.demos import Demonstration, chat_turns, play_experts
+from sdjax.envs.demos import chat_turns, draw, play_experts
 from sdjax.errors import ConfigError, DataError, SdjaxError
 from sdjax.evaluate import evaluation
 from sdjax.losses.masked import masked_sum
@@ -44,11 +45,8 @@ def expert_rows(run: session.Session, console: Console) -> Sequences:
     rng = np.random.default_rng(derive_seed(config.seed, "sft/rows"))
     # One draw an episode, so that the share does not change which episodes are played.
     privileged = [teacher is not None and rng.random() < sft.privileged_share for _ in range(sft.episodes)]
-    wanted = []
-    for number, reads in enumerate(privileged):
-        task = task_ids[number % len(task_ids)]
-        seed = derive_seed(config.seed, "sft/expert", task=task, step=number)
-        wanted.append(Demonstration(task, seed, 0.0 if reads else sft.noise))
+    drawn = draw(task_ids, sft.episodes, config.seed, sft.noise)
+    wanted = [replace(one, noise=0.0) if reads else one for one, reads in zip(drawn, privileged)]
     episodes = play_experts(run.benchmark, wanted, sft.expert, config.env.turns)
     prompts, responses = [], []
     for demonstration, reads, turns in zip(wanted, privileged, episodes):

@@ -1,76 +1,41 @@
-"""The native engine against the real one (packages alfworld and textworld), and the adapter that plays the real one."""
+"""The native engine against the real one (packages alfworld and textworld), and the adapter that plays the real one.
+
+``test_certify.py`` compares further games: together at least 50.
+"""
 
 import asyncio
 import importlib.util
-import random
 import sys
+from dataclasses import replace
 
 import pytest
 
+from sdjax import jsonl
 from sdjax.envs.alfworld.adapter import AlfworldBenchmark, TextworldEnvironment
-from sdjax.envs.alfworld.engine import Episode
-from sdjax.envs.alfworld.planner import plan
-from sdjax.envs.alfworld.store import GameStore, open_store
+from sdjax.envs.alfworld.certify import WORKER_MODULE, compare_games
+from sdjax.envs.alfworld.store import open_store
 from sdjax.envs.base import Status
 from sdjax.envs.config import GeneratorConfig
 from sdjax.envs.workers import WorkerPool
 from sdjax.errors import ConfigError, EnvError
+from tests.train.tiny_run import run, tiny_checkpoint, tiny_config
 
-WORKER = "sdjax.envs.alfworld.textworld_worker"
-SMALL = GeneratorConfig(train_games=12, receptacles_max=8, distractors_max=6)
+SMALL = GeneratorConfig(train_games=30, receptacles_max=8, distractors_max=6)
 needs_textworld = pytest.mark.skipif(
     importlib.util.find_spec("textworld") is None or importlib.util.find_spec("alfworld") is None,
     reason="the packages alfworld and textworld are not installed",
 )
-HOSTILE = ["", "fly to the moon", "look\nlook", "\x00", "Ω {brace} %s", "x" * 20_000, "  look  "]
 
 
-def next_command(rng: random.Random, episode: Episode) -> str:
-    """Random play that gets somewhere: oracle moves, hostile text, object commands, anything admissible."""
-    draw = rng.random()
-    commands = plan(episode) if draw < 0.5 else None
-    if commands:
-        return commands[0]
-    if draw < 0.6:
-        return rng.choice(HOSTILE)
-    objects = [command for command in episode.admissible if command.split()[0] not in ("go", "examine", "look")]
-    return rng.choice(objects if draw < 0.85 else list(episode.admissible))
-
-
-async def compare(store: GameStore, task_ids, steps: int) -> int:
-    """Plays both engines side by side and asserts equal answers. Returns the number of games won on the way."""
-    pool, won = WorkerPool(WORKER, 1, 120.0), 0
-    try:
-        for task_id in task_ids:
-            rng, episode, session = random.Random(task_id), Episode(store.game(task_id)), pool.session()
-            answer = await session.call("reset", game=store.game_file(task_id))
-            for _ in range(steps):
-                native = {"text": episode.text, "admissible": list(episode.admissible), "won": episode.won()}
-                assert answer == native, task_id
-                if episode.won():
-                    won += 1
-                    break
-                command = next_command(rng, episode)
-                answer = await session.call("step", action=command)
-                episode.step(command)
-            await session.close()
-    finally:
-        pool.close()
-    return won
-
-
+@pytest.mark.slow
 @pytest.mark.textworld
 @needs_textworld
 def test_engines_agree_on_generated_games():
     store = open_store("generated", SMALL)
-    assert asyncio.run(compare(store, store.task_ids("train")[:4], steps=15)) >= 1
-
-
-@pytest.mark.textworld
-@needs_textworld
-def test_engines_agree_on_fixture_games(fixture_path):
-    store = open_store(str(fixture_path))
-    asyncio.run(compare(store, store.task_ids("alfworld_fixture")[::6], steps=15))
+    outcomes = compare_games(store, store.task_ids("train"), steps=7)
+    assert len(outcomes) == 30
+    assert [o for o in outcomes if o.mismatch or o.error] == []
+    assert sum(o.won for o in outcomes) >= 3 and sum(o.steps for o in outcomes) > 150
 
 
 @pytest.mark.textworld
@@ -78,7 +43,8 @@ def test_engines_agree_on_fixture_games(fixture_path):
 @needs_textworld
 def test_engines_agree_on_released_games(released):
     store = open_store(str(released))
-    asyncio.run(compare(store, store.task_ids("valid_seen")[::70], steps=12))
+    outcomes = compare_games(store, store.task_ids("valid_seen")[::28], steps=8)
+    assert len(outcomes) == 5 and [o for o in outcomes if o.mismatch or o.error] == []
 
 
 @pytest.mark.textworld
@@ -103,6 +69,26 @@ def test_real_engine_behind_the_protocol_wins_a_walkthrough():
         benchmark.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.slow
+@pytest.mark.textworld
+@needs_textworld
+def test_training_with_the_real_engine_equals_training_with_the_native_one(tmp_path):
+    """One step of a tiny model; the same episodes, so the same metrics."""
+    model = tiny_checkpoint(tmp_path / "model")
+    metrics = []
+    for engine in ("native", "textworld"):
+        config = tiny_config(model, steps=1, tasks_per_step=1)
+        env = replace(config.env, engine=engine, workers=1)
+        config = replace(config, env=env, eval=replace(config.eval, panel="valid:1", final_seeds=0))
+        run(config, tmp_path / engine)
+        last = jsonl.read(tmp_path / engine / "metrics.jsonl")[-1]
+        # What is left out depends on clocks and on which requests the engine happened to batch.
+        metrics.append({key: v for key, v in last.items() if not key.startswith(("time/", "cost/", "engine/"))})
+        assert last["step"] == 1 and (tmp_path / engine / "DONE.json").exists()
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6, nan_ok=True)
+    assert metrics[0]["rollout/rows"] > 0
 
 
 FAKE = """
@@ -131,7 +117,7 @@ def test_a_real_engine_that_differs_is_an_env_error(fixture_path):
 def test_without_the_packages_the_error_says_what_to_install():
     with pytest.raises(ConfigError, match=r"sdjax\[alfworld\]"):
         AlfworldBenchmark("generated", "textworld", SMALL)
-    pool = WorkerPool(WORKER, 1, 60.0)
+    pool = WorkerPool(WORKER_MODULE, 1, 60.0)
     with pytest.raises(EnvError, match=r"sdjax\[alfworld\]"):
         asyncio.run(pool.session().call("reset", game={}))
     pool.close()

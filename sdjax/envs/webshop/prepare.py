@@ -40,6 +40,9 @@ def prepare(sources: Sequence[str], out: Path, console: Any) -> None:
       DataError: a file is missing, not in the schema, or not the published one; the hub cannot be reached.
       ConfigError: there is no table of nouns and spaCy is not installed.
     """
+    if not sources:
+        wanted = f"{_ITEMS}*.json and {_INSTRUCTIONS}*.json"
+        raise DataError("no source for WebShop.", f"name a folder with {wanted}; {_WHERE}.")
     files = _files([_folder(source) for source in sources])
     items = _one(files, _ITEMS, "the products", sources)
     size = _name(items).removeprefix(_ITEMS)
