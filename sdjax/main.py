@@ -1,7 +1,8 @@
 """Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode=MODE``.
 
 Modes of a run: train, sft (warm start), eval (final evaluation), report, demos (expert episodes as a file). Modes of a
-benchmark: prepare (downloads into the form that env.data names) and play (in the terminal).
+benchmark: prepare (downloads into the form that env.data names) and play (in the terminal). ``--mode=compare A B`` sets
+two runs side by side.
 
 Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where
 the last one stopped; a finished run returns at once.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar"
 )
-_MODES = ["train", "sft", "eval", "report", "demos", "prepare", "play"]
+_MODES = ["train", "sft", "eval", "report", "compare", "demos", "prepare", "play"]
 _AGENTS = ["human", "expert", "random", "rule", "checkpoint"]
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, of the report, or of what is written.")
 _MODE = flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
@@ -44,13 +45,14 @@ _CONFIG_EXIT_CODE, _FAILED_EXIT_CODE = 2, 1
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
+    comparing = _MODE.value == "compare"
+    if len(argv) > 1 and not comparing:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     # JAX and Orbax report every start and checkpoint at INFO; the run's own lines say more.
     logging.set_verbosity(logging.WARNING)
     console = Console()
     try:
-        return _run(console)
+        return _compare(argv[1:], console) if comparing else _run(console)
     except SdjaxError as error:
         return _show(error)
 
@@ -117,6 +119,15 @@ def _run(console: Console) -> int:
             console.print(f"{workdir}: finished ({directory.done.name} exists); nothing to do.")
             return 0
         Trainer(config, directory, console).run()
+    return 0
+
+
+def _compare(paths: list[str], console: Console) -> int:
+    from sdjax.report.compare import compare
+
+    if len(paths) != 2:
+        raise ConfigError(f"--mode=compare with {len(paths)} paths.", "add two run directories or metrics logs.")
+    compare(*paths, console)
     return 0
 
 

@@ -1,4 +1,7 @@
-"""Evaluation report: run directories in, one self-contained HTML file out. Reads files only."""
+"""Evaluation report: run directories and metrics logs in, one self-contained HTML file out. Reads files only.
+
+`sdjax.report.compare.compare` sets two runs side by side in the terminal.
+"""
 
 from sdjax.report.html import build_report
 from sdjax.report.load import find_runs, load_run, load_runs

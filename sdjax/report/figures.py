@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import math
-import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,11 +59,14 @@ PHASE_COLOURS: dict[str, str] = {
     LOST: "#d98d96",
 }
 OTHER_PHASE_COLOUR = "#e8ebef"
+_MANY_POINTS = 40  # beyond it, markers would hide the line
+MANY_RUNS = 24  # beyond it, runs are summed up by method or folded away
 
 HEALTH = (
     ("train/reward_mean", "mean training reward"),
     ("train/win_rate", "training success rate"),
     ("engine/logp_gap_abs_mean", "engine–trainer log-prob gap, nats"),
+    ("engine/prob_gap_mean", "engine–trainer probability gap"),
     ("optim/clip_frac", "clipped share of tokens"),
     ("train/entropy", "entropy, nats"),
     ("optim/grad_norm", "gradient norm"),
@@ -73,6 +75,7 @@ HEALTH = (
     ("teacher/context_frac", "rows with teacher context"),
     ("rollout/response_tokens_mean", "response length, tokens"),
     ("rollout/truncated_frac", "truncated responses"),
+    ("rollout/valid_action_frac", "valid actions"),
     ("train/flat_groups_frac", "groups without reward spread"),
     ("rollout/failed_episodes", "failed training episodes"),
 )
@@ -100,17 +103,23 @@ class Figure:
     axes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
-    def csv_uri(self) -> str:
-        return csv_uri(self.columns, self.rows)
+    def csv(self) -> str:
+        return csv_text(self.columns, self.rows)
 
 
-def csv_uri(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A ``data:`` link with the table as CSV (UTF-8). NaN and None become empty cells."""
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as CSV, numbers with six significant digits. NaN and None become empty cells."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([["" if _missing(cell) else cell for cell in row] for row in rows])
-    return "data:text/csv;charset=utf-8," + urllib.parse.quote(buffer.getvalue(), safe=",.")
+    writer.writerows([[_csv_cell(cell) for cell in row] for row in rows])
+    return buffer.getvalue()
+
+
+def _csv_cell(cell: Any) -> Any:
+    if _missing(cell):
+        return ""
+    return f"{cell:.6g}" if isinstance(cell, float) else cell
 
 
 def plain(text: str) -> str:
@@ -133,7 +142,7 @@ def run_styles(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     return styles
 
 
-def _layout(x_title: str, y_title: str, height: int, **more: Any) -> dict[str, Any]:
+def layout(x_title: str, y_title: str, height: int, **more: Any) -> dict[str, Any]:
     axis = {"automargin": True, "zeroline": False, "ticks": "outside", "ticklen": 4, "exponentformat": "power"}
     x_axis = axis | ({"title": {"text": x_title, "standoff": 8}} if x_title else {})
     y_axis = axis | ({"title": {"text": y_title, "standoff": 8}} if y_title else {})
@@ -154,8 +163,9 @@ def _line(run: Run, style: dict[str, str], x: list, y: list, **more: Any) -> dic
         "mode": "lines+markers",
         "name": plain(run.label),
         "meta": run.label,
+        "cliponaxis": False,
         "x": x,
-        "y": [None if _missing(value) else round(value, 6) for value in y],
+        "y": [None if _missing(value) else float(f"{value:.5g}") for value in y],
         "line": {"color": style["colour"], "dash": style["dash"], "width": 2.2},
         "marker": {"color": style["colour"], "symbol": style["symbol"], "size": 7, "opacity": 1, "line": {"width": 0}},
         **more,
@@ -163,12 +173,15 @@ def _line(run: Run, style: dict[str, str], x: list, y: list, **more: Any) -> dic
 
 
 def validation_curves(number: int, group: Sequence[Run], styles: dict[str, dict[str, str]]) -> Figure:
-    """Validation score against completed updates or net seconds, one line per run of one setting.
+    """Validation score against completed updates or net device time, one line per run of one setting.
 
-    Low validations (collapse) have cross markers; error bars are one standard error over tasks (hidden at first).
+    Collapses are shaded and their low validations have cross markers; error bars are one standard error over tasks
+    (hidden at first).
     """
     traces, rows, texts, nets = [], [], [], []
     shown = [run for run in group if run.validations]
+    scale, unit = _cost_unit(shown)
+    shades: dict[str, list] = {"step": [], "net": []}
     for run in shown:
         style = styles[run.label]
         curve = summary.curve_row(run)
@@ -177,7 +190,8 @@ def validation_curves(number: int, group: Sequence[Run], styles: dict[str, dict[
         detail = [[_number(v.net_s), v.episodes, v.failed, _number(v.se)] for v in run.validations]
         trace = _line(run, style, steps, values)
         trace["marker"]["symbol"] = ["x" if step in low else style["symbol"] for step in steps]
-        trace["marker"]["size"] = [11 if step in low else 7 for step in steps]
+        usual = 7 if len(steps) <= _MANY_POINTS else 4
+        trace["marker"]["size"] = [11 if step in low else usual for step in steps]
         trace["error_y"] = {
             "type": "data",
             "array": [row[3] for row in detail],
@@ -189,36 +203,57 @@ def validation_curves(number: int, group: Sequence[Run], styles: dict[str, dict[
         trace["hovertemplate"] = "%{y:.1f} % ± %{customdata[3]:.1f} (n %{customdata[1]}, net %{customdata[0]:.0f} s)"
         traces.append(trace)
         known = not any(math.isnan(net) for net in run.validation_net)
-        nets.append([round(net, 3) for net in run.validation_net] if known else None)
+        cost = [float(f"{net * run.devices / scale:.6g}") for net in run.validation_net] if known else None
+        nets.append(cost)
+        for stretch in curve.collapses:
+            start, end = steps.index(stretch.start), steps.index(stretch.end)
+            shades["step"].append(_shade(steps[start], steps[end], style["colour"]))
+            if cost:
+                shades["net"].append(_shade(cost[start], cost[end], style["colour"]))
         rows += [
             (run.setting_name, run.label, v.step, v.value, *cells, " + ".join(v.panels))
             for v, cells in zip(run.validations, detail, strict=True)
         ]
         peak = f"peak {curve.peak:.1f} % at step {curve.peak_step}, " if len(values) > 1 else ""
-        texts.append(f"{run.label}: {values[0]:.1f} % at step {steps[0]}, {peak}{values[-1]:.1f} % at step {steps[-1]}")
+        fallen = "".join(f", collapsed at steps {low.start} to {low.end}" for low in curve.collapses)
+        ends = f"{values[0]:.1f} % at step {steps[0]}, {peak}{values[-1]:.1f} % at step {steps[-1]}"
+        texts.append(f"{run.label}: {ends}{fallen}")
     baseline = next((run for run in shown if run.method == summary.BASELINE), None)
-    shapes = _budget_line(baseline)
     return Figure(
         f"curves-{number}",
         group[0].setting_name,
         f"Validation {group[0].metric_name} on {group[0].setting_name}. " + "; ".join(texts) + ".",
-        {"data": traces, "layout": _layout("completed updates", f"{group[0].metric_name}, %", 330)},
+        {
+            "data": traces,
+            "layout": layout("completed updates", f"{group[0].metric_name}, %", 330, shapes=shades["step"]),
+        },
         ("setting", "run", "step", "score_percent", "net_s", "episodes", "failed", "standard_error", "panel"),
         rows,
         {
-            "step": {"title": "completed updates", "x": [trace["x"] for trace in traces], "shapes": []},
-            "net": {"title": "net training seconds", "x": nets, "shapes": shapes},
+            "step": {"title": "completed updates", "x": [trace["x"] for trace in traces], "shapes": shades["step"]},
+            "net": {"title": f"net {unit}", "x": nets, "shapes": [*shades["net"], *_budget_line(baseline, scale)]},
         }
         if any(net is not None for net in nets)
         else {},
     )
 
 
-def _budget_line(baseline: Run | None) -> list[dict[str, Any]]:
+def _cost_unit(runs: Sequence[Run]) -> tuple[float, str]:
+    longest = max((v.net_s * run.devices for run in runs for v in run.validations if v.net_s == v.net_s), default=0.0)
+    return (3600.0, "device-hours") if longest >= 3600 else (1.0, "device-seconds")
+
+
+def _shade(x0: float, x1: float, colour: str) -> dict[str, Any]:
+    """A collapse: the stretch of low validations."""
+    span = {"type": "rect", "x0": x0, "x1": x1, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
+    return span | {"fillcolor": colour, "opacity": 0.14, "line": {"width": 0}}
+
+
+def _budget_line(baseline: Run | None, scale: float) -> list[dict[str, Any]]:
     """Vertical line at the baseline's whole net time, for the cost axis."""
     if baseline is None or math.isnan(baseline.validations[-1].net_s):
         return []
-    x = baseline.validations[-1].net_s
+    x = baseline.validations[-1].net_s * baseline.devices / scale
     line = {"color": PHASE_COLOURS["validation"], "dash": "dot", "width": 1.5}
     label = {
         "text": "GRPO's net time",
@@ -232,55 +267,62 @@ def _budget_line(baseline: Run | None) -> list[dict[str, Any]]:
 
 
 def ledger_bars(runs: Sequence[Run]) -> Figure | None:
-    """Stacked bars of wall seconds per category; excluded categories are hatched and stand after the net ones."""
-    seconds = {id(run): summary.ledger_seconds(run) for run in runs}
-    shown = [run for run in runs if seconds[id(run)]]
+    """Stacked bars of wall seconds per category; excluded categories are hatched and stand after the net ones.
+
+    One bar per run, or per method (the sum over its runs) if there are many runs.
+    """
+    shown = [run for run in runs if summary.ledger_seconds(run)]
     if not shown:
         return None
-    several = len(summary.settings(shown)) > 1
-    names = [plain(f"{run.setting_name} · {run.label}" if several else run.label) for run in shown]
-    scale, unit = _time_unit(max(sum(seconds[id(run)].values()) for run in shown))
+    names, seconds = _bars(shown)
+    scale, unit = _time_unit(max(sum(one.values()) for one in seconds))
     traces = []
-    for phase in dict.fromkeys(phase for run in shown for phase in seconds[id(run)]):
+    for phase in dict.fromkeys(phase for one in seconds for phase in one):
         colour = PHASE_COLOURS.get(phase, OTHER_PHASE_COLOUR)
-        net = phase in NET_PHASES
+        shape = "" if phase in NET_PHASES else "/"
+        pattern = {"shape": shape, "size": 6, "solidity": 0.25, "fillmode": "overlay"}
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": plain(phase),
-                "y": names,
-                "x": [round(seconds[id(run)].get(phase, 0.0) / scale, 4) for run in shown],
-                "marker": {
-                    "color": colour,
-                    "pattern": {"shape": "" if net else "/", "size": 6, "solidity": 0.25, "fillmode": "overlay"},
-                },
+                "y": [plain(name) for name in names],
+                "x": [round(one.get(phase, 0.0) / scale, 4) for one in seconds],
+                "marker": {"color": colour, "pattern": pattern},
                 "hovertemplate": plain(phase) + f": %{{x:.3g}} {unit}<extra></extra>",
             }
         )
     # Traces come in the order of the categories, whatever order the runs met them in.
     order = list(PHASE_COLOURS)
     traces.sort(key=lambda trace: order.index(trace["name"]) if trace["name"] in order else len(order))
-    layout = _layout(f"wall time, {unit}", "", 70 + 42 * len(shown), barmode="stack", bargap=0.35, hovermode="closest")
-    layout["yaxis"] = {"automargin": True, "autorange": "reversed", "type": "category", "ticks": "", "showgrid": False}
+    axes = layout(f"wall time, {unit}", "", 70 + 42 * len(names), barmode="stack", bargap=0.35, hovermode="closest")
+    axes["yaxis"] = {"automargin": True, "autorange": "reversed", "type": "category", "ticks": "", "showgrid": False}
     text = "; ".join(
-        f"{run.label}: {summary.net_of(seconds[id(run)]):.0f} s net of {sum(seconds[id(run)].values()):.0f} s booked"
-        for run in shown
+        f"{name}: {summary.net_of(one):.0f} s net of {sum(one.values()):.0f} s booked"
+        for name, one in zip(names, seconds, strict=True)
     )
     rows = [
-        (run.setting_name, run.label, phase, value, phase in NET_PHASES, value * summary.ledger_devices(run) / 3600)
+        (run.setting_name, run.label, phase, value, phase in NET_PHASES, value * run.devices / 3600)
         for run in shown
-        for phase, value in seconds[id(run)].items()
+        for phase, value in summary.ledger_seconds(run).items()
     ]
     columns = ("setting", "run", "category", "seconds", "net", "device_hours")
-    return Figure(
-        "ledger-bars",
-        "Where the time went",
-        f"Time by category. {text}.",
-        {"data": traces, "layout": layout},
-        columns,
-        rows,
-    )
+    title = "Where the time went" if len(names) == len(shown) else "Where the time went, sum over the runs of a method"
+    spec = {"data": traces, "layout": axes}
+    return Figure("ledger-bars", title, f"Time by category. {text}.", spec, columns, rows)
+
+
+def _bars(runs: Sequence[Run]) -> tuple[list[str], list[dict[str, float]]]:
+    if len(runs) <= MANY_RUNS:
+        several = len(summary.settings(runs)) > 1
+        names = [f"{run.setting_name} · {run.label}" if several else run.label for run in runs]
+        return names, [summary.ledger_seconds(run) for run in runs]
+    sums: dict[str, dict[str, float]] = {}
+    for run in runs:
+        total = sums.setdefault(run.method_name, {})
+        for phase, value in summary.ledger_seconds(run).items():
+            total[phase] = total.get(phase, 0.0) + value
+    return list(sums), list(sums.values())
 
 
 def health_figures(number: int, group: Sequence[Run], styles: dict[str, dict[str, str]]) -> list[Figure]:
@@ -296,6 +338,7 @@ def health_figures(number: int, group: Sequence[Run], styles: dict[str, dict[str
             steps, values = list(column), list(column.values())
             trace = _line(run, styles[run.label], steps, values, hovertemplate="%{y:.4g}")
             trace["line"]["width"] = 1.8
+            trace["mode"] = "lines" if len(steps) > _MANY_POINTS else "lines+markers"
             trace["marker"]["size"] = 3 if len(steps) > 1 else 6
             traces.append(trace)
             rows += [(run.setting_name, run.label, step, value) for step, value in zip(steps, values, strict=True)]
@@ -303,14 +346,14 @@ def health_figures(number: int, group: Sequence[Run], styles: dict[str, dict[str
                 texts.append(
                     f"{run.label} from {values[0]:.3g} to {values[-1]:.3g}, mean {sum(values) / len(values):.3g}"
                 )
-        layout = _layout("", "", 190)
-        layout["margin"] = {"l": 40, "r": 10, "t": 6, "b": 24}
+        axes = layout("", "", 190)
+        axes["margin"] = {"l": 40, "r": 10, "t": 6, "b": 24}
         if min((value for trace in traces for value in trace["y"]), default=0) < 0:
-            layout["yaxis"]["zeroline"] = True
+            axes["yaxis"]["zeroline"] = True
         figure_id = f"health-{number}-{key.replace('/', '-')}"
         alt = f"{title} ({key}) by completed updates. " + "; ".join(texts) + "."
         found.append(
-            Figure(figure_id, title, alt, {"data": traces, "layout": layout}, ("setting", "run", "step", key), rows)
+            Figure(figure_id, title, alt, {"data": traces, "layout": axes}, ("setting", "run", "step", key), rows)
         )
     return found
 

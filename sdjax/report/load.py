@@ -5,20 +5,39 @@ its top. Only a path that is no run directory at all is an error.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
+import multiprocessing
+import os
 import re
-from collections import Counter
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sdjax import jsonl
 from sdjax.errors import DataError, RunDirError
-from sdjax.report import checks, stats
-from sdjax.report.records import LOST, NET_PHASES, SCORE_ENVS, Episode, Metrics, Phase, Run, Validation, net_seconds
+from sdjax.report import checks, logs, stats
+from sdjax.report.records import (
+    LOST,
+    NET_PHASES,
+    SCORE_ENVS,
+    Episode,
+    Evaluation,
+    Metrics,
+    Phase,
+    Run,
+    Validation,
+    method_order,
+    net_seconds,
+    setting_order,
+)
 
 _CONTENT = ("config.json", "provenance.json", "metrics.jsonl", "ledger.jsonl", "val", "final_eval", "rollouts")
+_RUNS_PER_WORKER = 16  # fewer are read before a second process has started
+_LOOKS = {"val": "validation", "val_greedy": "greedy validation", "val_sampled": "sampled validation"}
 
 
 def load_run(path: Path | str) -> Run:
@@ -62,34 +81,89 @@ def load_run(path: Path | str) -> Run:
         ledger=ledger,
         rollout_files=tuple(_numbered(path / "rollouts", r"step_(\d+)\.json").values()),
         warnings=tuple(warnings),
+        looks=_looks(path, env, validations[-1].step) if validations else (),
+        name=path.name,
+        fingerprint=_fingerprint(path),
     )
 
 
 def find_runs(paths: Sequence[Path | str]) -> list[Path]:
-    """Returns every run directory (a folder with config.json) at or below ``paths``, in order of their names."""
+    """Returns what can be reported at or below ``paths``, in order of their names.
+
+    A run directory is a folder with a config.json that names a method and an environment (planned runs, which have
+    nothing else yet, are "not run" in the report). Metrics logs of other trainers are found by their content, and only
+    outside run directories; a file that is named itself is taken as it is.
+    """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        for config in sorted([*path.glob("config.json"), *path.glob("*/config.json"), *path.glob("*/*/config.json")]):
-            if (config.parent / "metrics.jsonl").exists() or (config.parent / "LOCK").exists():
-                found.setdefault(config.parent)
+        if path.is_file():
+            found.setdefault(path)
+            continue
+        configs = sorted([*path.glob("config.json"), *path.glob("*/config.json"), *path.glob("*/*/config.json")])
+        directories = [config.parent for config in configs if _is_run(config)]
+        found |= dict.fromkeys(directories)
+        inside = set(directories)
+        for file in sorted(file for pattern in ("*", "*/*") for file in path.glob(pattern)):
+            if not inside & set(file.parents) and logs.is_log(file):
+                found.setdefault(file)
     return list(found)
 
 
+def _is_run(config: Path) -> bool:
+    if (config.parent / "metrics.jsonl").exists() or (config.parent / "LOCK").exists():
+        return True
+    content = _json_object(config, [])
+    # A Hugging Face model directory has a config.json too.
+    return isinstance(content.get("method"), Mapping) and isinstance(content.get("env"), Mapping)
+
+
 def load_runs(paths: Sequence[Path | str]) -> list[Run]:
-    """Reads several runs, each directory once, labelled uniquely within their setting, GRPO first.
+    """Reads several runs and logs, each path once, labelled uniquely within their setting, GRPO first.
+
+    A copy (same method, setting, seed and metrics under another path) is left out with a warning on the first one.
 
     Raises:
-      RunDirError: no path was given, or one is no run directory.
+      RunDirError: no path was given, or one is neither a run directory nor a file.
+      DataError: a file is no metrics log.
     """
     unique: dict[Path, Path] = {}
     for path in paths:
         unique.setdefault(Path(path).resolve(), Path(path))
     if not unique:
-        raise RunDirError("no run directory was given.", "pass at least one run directory.")
-    runs = [load_run(path) for path in unique.values()]
+        raise RunDirError("no run directory was given.", "pass at least one run directory or metrics log.")
+    runs = _without_copies([run for found in _load_all(list(unique.values())) for run in found])
     labelled = [dataclasses.replace(run, label=_label(run, runs)) for run in runs]
-    order = {setting: number for number, setting in enumerate(dict.fromkeys(run.setting for run in labelled))}
-    return sorted(labelled, key=lambda run: (order[run.setting], run.method != "grpo"))
+    return sorted(labelled, key=lambda run: (setting_order(run.setting), method_order(run.method)))
+
+
+def _load_all(paths: Sequence[Path]) -> list[list[Run]]:
+    """Reads each path; a whole study in several processes.
+
+    They are forked, so that a script needs no guard around its main part; that is safe while JAX and its threads are
+    not loaded, which they are not for reports.
+    """
+    workers = min(os.cpu_count() or 1, len(paths) // _RUNS_PER_WORKER)
+    if workers < 2 or sys.platform != "linux" or "jax" in sys.modules:
+        return [load_path(path) for path in paths]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(load_path, paths, chunksize=4))
+
+
+def load_path(path: Path | str) -> list[Run]:
+    """The run of a directory, or the runs of a metrics log (see `load_run`, `sdjax.report.logs.load_logs`)."""
+    path = Path(path)
+    return logs.load_logs(path) if path.is_file() else [load_run(path)]
+
+
+def _without_copies(runs: Sequence[Run]) -> list[Run]:
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.copy_key or id(run), []).append(run)
+    kept = []
+    for first, *copies in groups.values():
+        found = [f"{copy.path} is a copy of {first.path} (same metrics) and was left out." for copy in copies]
+        kept.append(dataclasses.replace(first, warnings=(*first.warnings, *found)))
+    return kept
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:
@@ -97,7 +171,7 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     same = [other for other in runs if other.setting == run.setting and other.method == run.method]
     if len(same) == 1:
         return run.method_name
-    for text in (lambda one: f"seed {one.seed}", lambda one: f"({one.path.name})"):
+    for text in (lambda one: f"seed {one.seed}", lambda one: f"({one.name})"):
         if len({text(one) for one in same}) == len(same):
             return f"{run.method_name} {text(run)}"
     return f"{run.method_name} #{same.index(run) + 1}"
@@ -129,20 +203,42 @@ def _episodes(path: Path, env: str, warnings: list[str], rollout_seed: int = 0) 
     episodes, sampling = [], {}
     for record in _lines(path, warnings):
         failed, value = record.get("status") == "error", record.get(key)
-        if not failed and not (_is_number(value) or isinstance(value, bool)):
+        if not failed and not (isinstance(value, int | float) and math.isfinite(value)):
             warnings.append(f"{path.name}: an episode without a numeric {key!r} was counted as failed.")
             failed = True
-        percent = math.nan if failed or value is None else 100.0 * float(value)
-        panel = str(record.get("panel_sha") or checks.NO_HASH)
-        episodes.append(Episode(str(record.get("task")), percent, failed, panel, rollout_seed))
+        percent = math.nan if failed else 100.0 * float(value)  # type: ignore[arg-type]
+        panel, task = str(record.get("panel_sha") or checks.NO_HASH), str(record.get("task"))
+        episodes.append(Episode(sys.intern(task), percent, failed, sys.intern(panel), rollout_seed))
         sampling = record.get("sampling") or {}
-    repeats = sum(count - 1 for count in Counter(episode.task for episode in episodes).values())
+    repeats = len(episodes) - len({episode.task for episode in episodes})
     if repeats:
         warnings.append(f"{path.name}: {repeats} tasks appear more than once in one evaluation.")
     outside = sum(not 0 <= episode.value <= 100 for episode in episodes if not episode.failed)
     if outside:
         warnings.append(f"{path.name}: {outside} episodes have a score outside 0..1.")
     return episodes, sampling if isinstance(sampling, dict) else {}
+
+
+def _looks(path: Path, env: str, step: int) -> tuple[Evaluation, ...]:
+    """Every evaluation of the checkpoint after ``step`` updates; its warnings were given when the curves were read."""
+    found = []
+    for folder, name in _LOOKS.items():
+        episodes, sampling = _episodes(path / folder / f"step_{step:06d}.jsonl", env, [])
+        good = {episode.task: episode.value for episode in episodes if not episode.failed}
+        if good:
+            panels = frozenset(episode.panel for episode in episodes)
+            found.append(Evaluation(name, step, sampling.get("temperature"), good, panels))
+    return tuple(found)
+
+
+def _fingerprint(path: Path) -> str:
+    """Hash of the metrics and of which evaluations there are, empty if there are no metrics."""
+    file = path / "metrics.jsonl"
+    data = file.read_bytes() if file.exists() else b""
+    if not data.strip():
+        return ""
+    sizes = [(str(one.relative_to(path)), one.stat().st_size) for one in sorted(path.glob("*/*.jsonl"))]
+    return hashlib.sha256(data + repr(sizes).encode()).hexdigest()
 
 
 def _validations(folder: Path, env: str, metrics: Metrics, warnings: list[str]):
@@ -185,18 +281,23 @@ def _ledger(path: Path, warnings: list[str]) -> tuple[Phase, ...]:
     good = [line for line in lines if _is_number(line.get("seconds")) and isinstance(line.get("phase"), str)]
     if len(good) < len(lines):
         warnings.append(f"{path.name}: {len(lines) - len(good)} lines without phase or seconds were left out.")
-    latest: dict[int, int] = {}
-    for line in good:
-        if line.get("step") is not None:
-            latest[line["step"]] = max(latest.get(line["step"], 0), line.get("attempt") or 1)
     phases = []
     for line in good:
-        phase, step, attempt = line["phase"], line.get("step"), line.get("attempt") or 1
-        # A training phase that a later attempt ran again for the same step was thrown away: it cost time, not net time.
-        superseded = phase in NET_PHASES and step is not None and attempt < latest[step]
-        start, end, devices = line.get("start"), line.get("end"), line.get("devices") or 1
-        booked = LOST if superseded else phase
-        phases.append(Phase(phase, float(line["seconds"]), step, attempt, devices, start, end, booked))
+        step, start, end = (line.get(key) if _is_number(line.get(key)) else None for key in ("step", "start", "end"))
+        attempt, devices = (line[key] if isinstance(line.get(key), int) else 1 for key in ("attempt", "devices"))
+        # The trainer marks what it cut at a restart as "lost".
+        booked = LOST if line["phase"] == "lost" else line["phase"]
+        phases.append(Phase(line["phase"], float(line["seconds"]), step, attempt, devices, start, end, booked))
+    latest: dict[Any, int] = {}
+    for phase in phases:
+        latest[phase.step] = max(latest.get(phase.step, 0), phase.attempt)
+    # A training phase that a later attempt ran again for the same step was thrown away: it cost time, not net time.
+    phases = [
+        dataclasses.replace(one, booked=LOST)
+        if one.phase in NET_PHASES and one.step is not None and one.attempt < latest[one.step]
+        else one
+        for one in phases
+    ]
     return tuple(phases)
 
 
@@ -209,14 +310,40 @@ def _state(path: Path, warnings: list[str], *, started: bool) -> tuple[str, Mapp
 
 
 def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    whole = _whole(path)
+    if whole is not None:
+        return whole
     try:
         records = jsonl.read(path)
     except DataError as error:
         warnings.append(f"{path.name} is left out: {error.found.removeprefix(f'{path}: ')}")
         return []
-    if path.exists() and sum(bool(line.strip()) for line in path.read_bytes().split(b"\n")) > len(records):
+    if path.exists() and _is_torn(path):
         warnings.append(f"{path.name}: the last line is torn and was left out.")
     return records
+
+
+def _whole(path: Path) -> list[dict[str, Any]] | None:
+    """All lines in one parse, which halves the time over a study's millions of episodes; None if a line is unusual."""
+    data = path.read_bytes() if path.exists() else b""
+    if not data.endswith(b"\n"):
+        return None
+    try:
+        records = json.loads(b"[" + data[:-1].replace(b"\n", b",") + b"]")
+    except ValueError:
+        return None
+    good = len(records) == data.count(b"\n") and all(isinstance(record, dict) for record in records)
+    return records if good else None
+
+
+def _is_torn(path: Path) -> bool:
+    """True if the last line has no end and is no JSON object, which `jsonl.read` leaves out."""
+    data = path.read_bytes()
+    last = data[data.rfind(b"\n") + 1 :]
+    try:
+        return bool(last.strip()) and not isinstance(json.loads(last), dict)
+    except ValueError:
+        return True
 
 
 def _json_object(path: Path, warnings: list[str]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """What one run directory says, as frozen records: the only input of tables, figures and page."""
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NET_PHASES = ("rollout", "teacher", "score", "update", "sync", "other")
 EXCLUDED_PHASES = ("validation", "save", "compile", "startup")
 LOST = "lost to restarts"
 SCORE_ENVS = frozenset({"scienceworld", "searchqa"})  # the others are judged by success
+METRIC_NAMES = {"scienceworld": "mean task score", "searchqa": "exact match"}
 METHOD_NAMES = {
     "grpo": "GRPO",
     "grpo_opsd": "GRPO+OPSD",
@@ -24,14 +27,14 @@ METHOD_NAMES = {
     "pcsd": "PCSD",
     "grsd": "GRSD",
     "fa_sd": "FA-SD",
+    "gigpo": "GiGPO",  # not trained here; logs of other trainers have it
 }
-ENV_NAMES = {"alfworld": "ALFWorld", "webshop": "WebShop", "scienceworld": "ScienceWorld", "searchqa": "Search-QA"}
+ENV_NAMES = {"alfworld": "ALFWorld", "scienceworld": "ScienceWorld", "webshop": "WebShop", "searchqa": "Search-QA"}
 
 Metrics = Mapping[str, Mapping[int, float]]  # metric key -> step (completed updates) -> value
 
 
-@dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(NamedTuple):  # a study has millions of them
     """One evaluated episode. ``value`` is in percent, NaN if the episode failed (an error, not a lost game)."""
 
     task: str
@@ -48,7 +51,8 @@ class Validation:
     Attributes:
       step: completed updates.
       value, se: mean over the scored episodes in percent, and its standard error over tasks.
-      episodes, failed: episodes in the file, and how many of them failed.
+      episodes, failed: episodes in the file, and how many of them failed. In a log without episodes, the tasks that the
+        scores imply, 0 if they imply none.
       panels: hashes of the panel found (one, if all is well).
       net_s: cumulative net training seconds, NaN if unknown.
     """
@@ -76,12 +80,31 @@ class Phase:
     booked: str
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # identity: two runs are never "equal"
-class Run:
-    """One run directory.
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One further look at the panel, kept per task for the decoding check.
 
     Attributes:
-      path: the directory.
+      name: "validation", "greedy validation", "sampled validation", ...
+      step: completed updates.
+      temperature: of the sampling, None if it is not recorded.
+      values: percent per task, without failed episodes.
+      panels: hashes of the panel found.
+    """
+
+    name: str
+    step: int
+    temperature: float | None
+    values: Mapping[str, float]
+    panels: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # identity: two runs are never "equal"
+class Run:
+    """One run: a run directory, or the metrics log of another trainer.
+
+    Attributes:
+      path: the directory, or the file.
       method, env, model, seed: what was trained, from config.json ("unknown" and None where it is missing).
       state: "done", "failed", "unfinished" or "not run".
       failure: content of FAILED.json if the state is "failed".
@@ -96,6 +119,11 @@ class Run:
       rollout_files: saved transcripts in the order of their steps.
       warnings: sentences for the reader.
       label: short name, unique among the runs of one setting.
+      looks: evaluations at the last validated step, per task (see `Evaluation`).
+      source: "run directory", or the kind of log.
+      name: what tells the run from another one with the same method and seed.
+      fingerprint: hash of its metrics, to recognise copies.
+      devices_stated: accelerators, if the ledger does not say.
     """
 
     path: Path
@@ -117,6 +145,21 @@ class Run:
     rollout_files: tuple[Path, ...]
     warnings: tuple[str, ...]
     label: str = ""
+    looks: tuple[Evaluation, ...] = ()
+    source: str = "run directory"
+    name: str = ""
+    fingerprint: str = ""
+    devices_stated: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """Accelerators that the run held, 1 if nothing says."""
+        return max((phase.devices for phase in self.ledger), default=self.devices_stated or 1)
+
+    @property
+    def copy_key(self) -> tuple | None:
+        """Equal for copies of one run; None if it has no metrics to tell by."""
+        return (*self.setting, self.method, self.seed, self.fingerprint) if self.fingerprint else None
 
     @property
     def method_name(self) -> str:
@@ -132,7 +175,7 @@ class Run:
 
     @property
     def metric_name(self) -> str:
-        return "mean task score" if self.env in SCORE_ENVS else "success rate"
+        return METRIC_NAMES.get(self.env, "success rate")
 
     @property
     def steps_done(self) -> int:
@@ -150,21 +193,35 @@ class Run:
     def validation_net(self) -> list[float]:
         return [validation.net_s for validation in self.validations]
 
-    @property
+    @functools.cached_property
     def validation_panels(self) -> frozenset[str]:
         return frozenset(panel for validation in self.validations for panel in validation.panels)
 
-    @property
+    @functools.cached_property  # over thousands of episodes
     def final_panels(self) -> frozenset[str]:
         return frozenset(episode.panel for episode in self.final)
 
-    @property
+    @functools.cached_property
     def final_seeds(self) -> list[int]:
         return sorted({episode.rollout_seed for episode in self.final})
 
     def net_seconds(self, step: int) -> float:
         """Cumulative net training time after ``step`` updates, NaN if it is not recorded."""
         return net_seconds(self.metrics, step)
+
+
+def setting_order(setting: tuple[str, str]) -> tuple:
+    """Sort key: environments as in `ENV_NAMES`, then models by the first number in their name, their size."""
+    env, model = setting
+    known = list(ENV_NAMES)
+    size = re.search(r"\d+(\.\d+)?(?=[bB]\b)", model) or re.search(r"\d+(\.\d+)?", model)
+    return known.index(env) if env in known else len(known), env, float(size[0]) if size else 0.0, model
+
+
+def method_order(method: str) -> int:
+    """Sort key: as in `METHOD_NAMES`, the baseline first, unknown methods last."""
+    known = list(METHOD_NAMES)
+    return known.index(method) if method in known else len(known)
 
 
 def net_seconds(metrics: Metrics, step: int) -> float:

@@ -5,15 +5,17 @@ A comparison is refused, with its reason, where it would mix panels or unequal s
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdjax.report import stats
-from sdjax.report.records import EXCLUDED_PHASES, LOST, NET_PHASES, Run
+from sdjax.report.records import EXCLUDED_PHASES, LOST, NET_PHASES, Evaluation, Run
 
 BASELINE = "grpo"
+STUDY_STEPS = 100  # updates of a run of the study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +76,23 @@ class CurveRow:
 
 @dataclasses.dataclass(frozen=True)
 class BudgetRow:
-    """Validation score of one run at the net time of its baseline."""
+    """One run at one horizon of its baseline.
+
+    Attributes:
+      horizon: the step of the baseline that gives the budget.
+      budget_s: net seconds of the baseline up to there.
+      at_horizon, auc: score at the horizon, and AUC up to it (of the last validation before it, if the run is shorter).
+      step, score: the latest validation within the budget.
+      baseline_score: the baseline's score at the horizon.
+      ratio, ratio_step: net time of the run / net time of the baseline, both after this many updates.
+    """
 
     run: Run
     baseline: Run | None = None
+    horizon: int | None = None
     budget_s: float = math.nan
+    at_horizon: float = math.nan
+    auc: float = math.nan
     step: int | None = None
     score: float = math.nan
     baseline_score: float = math.nan
@@ -115,7 +129,7 @@ def _final_row(run: Run, baseline: Run | None) -> FinalRow:
         return FinalRow(run, 0, 0, 0, note="not run")
     counts = (len(run.final_seeds), len(run.final), sum(episode.failed for episode in run.final))
     if len(run.final_panels) > 1:
-        return FinalRow(run, *counts, note=f"refused: mixes panels {_short(run.final_panels)}")
+        return FinalRow(run, *counts, note=f"refused: mixes panels {short_hashes(run.final_panels)}")
     good = [episode for episode in run.final if not episode.failed]
     if not good:
         return FinalRow(run, *counts, note="every episode failed")
@@ -133,12 +147,14 @@ def _final_row(run: Run, baseline: Run | None) -> FinalRow:
     if baseline is None or baseline is run or not baseline.final:
         return row
     if baseline.final_panels != run.final_panels:
-        note = f"no difference: panel {_short(run.final_panels)}, baseline has {_short(baseline.final_panels)}"
+        note = (
+            f"no difference: panel {short_hashes(run.final_panels)}, baseline has {short_hashes(baseline.final_panels)}"
+        )
         return dataclasses.replace(row, note=note)
-    return dataclasses.replace(row, difference=stats.paired_difference(_pairs(run), _pairs(baseline)))
+    return dataclasses.replace(row, difference=stats.paired_difference(pairs(run), pairs(baseline)))
 
 
-def _pairs(run: Run) -> dict[tuple[str, int], float]:
+def pairs(run: Run) -> dict[tuple[str, int], float]:
     return {(one.task, one.rollout_seed): one.value for one in run.final if not one.failed}
 
 
@@ -153,14 +169,14 @@ def curve_row(run: Run) -> CurveRow:
     if not run.validations:
         return CurveRow(run, 0, note="not run")
     if len(run.validation_panels) > 1:
-        return CurveRow(run, len(run.validations), note=f"refused: mixes panels {_short(run.validation_panels)}")
+        return CurveRow(run, len(run.validations), note=f"refused: mixes panels {short_hashes(run.validation_panels)}")
     steps, values = run.validation_steps, run.validation_values
     if len(steps) < 2:
         return CurveRow(
             run, 1, peak=values[0], peak_step=steps[0], last=values[0], last_step=steps[0], note="one point"
         )
     tasks = max(validation.episodes for validation in run.validations)
-    floor = stats.noise_floor(tasks, stats.flat_rate(values), len(values))
+    floor = stats.noise_floor(tasks, stats.flat_rate(values), len(values)) if tasks else None
     peak = max(range(len(values)), key=values.__getitem__)
     return CurveRow(
         run,
@@ -172,47 +188,66 @@ def curve_row(run: Run) -> CurveRow:
         last_step=steps[-1],
         drop=stats.peak_to_final(values),
         floor=floor,
-        low=tuple(stats.low_runs(steps, values, floor.q999)),
+        low=tuple(stats.low_runs(steps, values, floor.q999)) if floor else (),
+        note="" if floor else "panel size unknown: no noise floor",
     )
 
 
-def budget_rows(runs: Sequence[Run]) -> list[BudgetRow]:
-    """Score of every run at the latest validation within its baseline's net time. Empty without a baseline."""
-    if not any(run.method == BASELINE for run in runs):
+def horizons(baseline: Run | None) -> list[int]:
+    """Steps of the baseline that give a budget: the study's 100 updates if it went beyond, and its last validation."""
+    if baseline is None or not baseline.validations:
         return []
-    return [_budget_row(run, baseline_of(run, runs)) for run in runs]
+    steps = baseline.validation_steps
+    return sorted({step for step in (STUDY_STEPS, steps[-1]) if step in steps and step <= steps[-1]})
 
 
-def _budget_row(run: Run, baseline: Run | None) -> BudgetRow:
+def budget_rows(runs: Sequence[Run]) -> list[BudgetRow]:
+    """Every run at every horizon of its baseline, horizon by horizon in each setting. Empty without a baseline."""
+    rows = []
+    for group in settings(runs).values():
+        baselines = {run: baseline_of(run, runs) for run in group}
+        steps = sorted({step for baseline in baselines.values() for step in horizons(baseline)})
+        for horizon in steps or [None]:
+            rows += [_budget_row(run, baselines[run], horizon) for run in group]
+    return rows if any(run.method == BASELINE for run in runs) else []
+
+
+def _budget_row(run: Run, baseline: Run | None, horizon: int | None) -> BudgetRow:
     if baseline is None:
         return BudgetRow(run, note="no GRPO run in this setting")
     for one in (run, baseline):
         if not one.validations or not one.steps_done:
-            return BudgetRow(run, baseline, note=f"{one.label}: not run")
+            return BudgetRow(run, baseline, horizon, note=f"{one.label}: not run")
         if any(math.isnan(net) for net in one.validation_net):
-            return BudgetRow(run, baseline, note=f"{one.label}: a validation without net time")
+            return BudgetRow(run, baseline, horizon, note=f"{one.label}: a validation without net time")
         if one.validation_net != sorted(one.validation_net):
-            return BudgetRow(run, baseline, note=f"{one.label}: its net time runs backwards")
+            return BudgetRow(run, baseline, horizon, note=f"{one.label}: its net time runs backwards")
     if run.validation_panels != baseline.validation_panels or len(run.validation_panels) > 1:
-        panels = f"panel {_short(run.validation_panels)}, GRPO has {_short(baseline.validation_panels)}"
-        return BudgetRow(run, baseline, note=f"refused: {panels}")
-    budget = baseline.validations[-1].net_s
-    common = min(run.steps_done, baseline.steps_done)
-    first = run.validations[0]
-    if first.step != 0 and first.net_s > budget:
-        return BudgetRow(run, baseline, budget, note="no validation within the budget")
-    step, score = stats.within_budget(run.validation_steps, run.validation_values, run.validation_net, budget)
-    note = "" if run.steps_done == baseline.steps_done else f"{run.steps_done} steps, GRPO {baseline.steps_done}"
+        panels = f"panel {short_hashes(run.validation_panels)}, GRPO has {short_hashes(baseline.validation_panels)}"
+        return BudgetRow(run, baseline, horizon, note=f"refused: {panels}")
+    if horizon not in baseline.validation_steps:
+        return BudgetRow(run, baseline, horizon, note=f"its GRPO run has no validation at step {horizon}")
+    last = baseline.validations[baseline.validation_steps.index(horizon)]
+    before = [validation for validation in run.validations if validation.step <= last.step]
+    inside = [v for v in run.validations if v.step == 0 or v.net_s <= last.net_s]
+    if not before or not inside:
+        return BudgetRow(run, baseline, horizon, last.net_s, note="no validation within the budget")
+    step, score = stats.within_budget(run.validation_steps, run.validation_values, run.validation_net, last.net_s)
+    common = min(run.steps_done, last.step)
+    curve = [v.step for v in before], [v.value for v in before]
     return BudgetRow(
         run,
         baseline,
-        budget,
+        horizon,
+        last.net_s,
+        before[-1].value if before[-1].step == last.step else math.nan,
+        stats.auc(*curve) if len(before) > 1 else math.nan,
         step,
         score,
-        baseline.validations[-1].value,
-        stats.time_ratio(run.net_seconds(common), baseline.net_seconds(common)),
+        last.value,
+        stats.time_ratio(run.net_seconds(common), baseline.net_seconds(common)) if common else math.nan,
         common,
-        note,
+        "" if common == last.step else f"{run.steps_done} steps, budget of {last.step}",
     )
 
 
@@ -228,14 +263,82 @@ def ledger_seconds(run: Run) -> dict[str, float]:
     return {name: totals[name] for name in [*known, *sorted(totals.keys() - set(known))] if name in totals}
 
 
-def ledger_devices(run: Run) -> int:
-    """Devices that the run held, 1 if the ledger does not say."""
-    return max((phase.devices for phase in run.ledger), default=1)
+def device_hours(runs: Sequence[Run]) -> dict[str, float]:
+    """Device-hours over runs: "training" (net), "validation", "saving", "other" (start-up, compilation), "lost"."""
+    totals: dict[str, float] = dict.fromkeys(("training", "validation", "saving", "other", "lost"), 0.0)
+    names: dict[str, str] = dict.fromkeys(NET_PHASES, "training")
+    names |= {"validation": "validation", "save": "saving", LOST: "lost"}
+    for run in runs:
+        for phase, seconds in ledger_seconds(run).items():
+            totals[names.get(phase, "other")] += seconds * run.devices / 3600
+    return totals
 
 
 def net_of(seconds: Mapping[str, float]) -> float:
     """Net training seconds: the sum of the net phases alone."""
     return sum(value for phase, value in seconds.items() if phase in NET_PHASES)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingRow:
+    """Two evaluations of one checkpoint that differ in decoding, and whether the gap is more than noise."""
+
+    run: Run
+    step: int
+    first: str
+    first_score: float
+    second: str
+    second_score: float
+    gap: stats.Difference | None
+    note: str = ""
+
+    @property
+    def flagged(self) -> bool:
+        return self.gap is not None and self.gap.conclusive
+
+
+def decoding_rows(runs: Sequence[Run]) -> list[DecodingRow]:
+    """Greedy against sampled scores of the last validated checkpoint, paired by task with a bootstrap over tasks.
+
+    Compares every two evaluations of it at different temperatures: the usual validation, a further one, and the final
+    evaluation if it was made after as many updates. A gap beyond its 95 % interval is flagged: a score that holds
+    under one decoding only. Flagged rows come first, the largest gap at the top.
+    """
+    rows = []
+    for run in runs:
+        looks = list(run.looks)
+        if run.final and run.validations and run.steps_done == run.validations[-1].step:
+            temperature = run.sampling.get("final", {}).get("temperature")
+            looks.append(
+                Evaluation("final evaluation", run.steps_done, temperature, _task_means(run), run.final_panels)
+            )
+        for first, second in itertools.combinations(looks, 2):
+            if first.temperature is None or second.temperature is None or first.temperature == second.temperature:
+                continue
+            if second.temperature < first.temperature:
+                first, second = second, first
+            rows.append(_decoding_row(run, first, second))
+    return sorted(rows, key=lambda row: (not row.flagged, -abs(row.gap.mean) if row.gap else 0.0))
+
+
+def _decoding_row(run: Run, cold: Evaluation, warm: Evaluation) -> DecodingRow:
+    names = [one.name + ("" if one.name.startswith("greedy") else f", T {one.temperature:g}") for one in (cold, warm)]
+    means = [sum(one.values.values()) / len(one.values) for one in (cold, warm)]
+    gap, note = None, ""
+    if cold.panels == warm.panels and len(cold.panels) == 1:
+        sides = [{(task, 0): value for task, value in one.values.items()} for one in (warm, cold)]
+        gap = stats.paired_difference(*sides)
+    else:
+        note = "refused: the panels differ"
+    return DecodingRow(run, cold.step, names[0], means[0], names[1], means[1], gap, note)
+
+
+def _task_means(run: Run) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for episode in run.final:
+        if not episode.failed:
+            values.setdefault(episode.task, []).append(episode.value)
+    return {task: sum(found) / len(found) for task, found in values.items()}
 
 
 def comparison_warnings(runs: Sequence[Run]) -> list[str]:
@@ -248,13 +351,17 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
         }
         for name, panels in by_kind.items():
             if len(set(panels.values())) > 1:
-                listed = "; ".join(f"{label}: {_short(value)}" for label, value in panels.items())
+                listed = "; ".join(f"{label}: {short_hashes(value)}" for label, value in panels.items())
                 found.append(f"{group[0].setting_name}: {name} panels differ ({listed}). They are not compared.")
         steps = {run.label: run.validation_steps for run in group if run.validations}
+        devices = {run.label: run.devices for run in group if run.steps_done}
+        if len(set(devices.values())) > 1:
+            listed = "; ".join(f"{label}: {count}" for label, count in devices.items())
+            found.append(f"{group[0].setting_name}: devices differ ({listed}); time ratios compare wall time.")
         if len(set(map(tuple, steps.values()))) > 1:
             listed = "; ".join(f"{label}: {len(value)} up to step {value[-1]}" for label, value in steps.items())
             found.append(f"{group[0].setting_name}: validation steps differ ({listed}). No ranks are given.")
-        missing = [run.label for run in group if not run.validations or not run.final]
+        missing = [run.label for run in group if not run.validations or not (run.final or run.state == "log")]
         if missing:
             found.append(f"{group[0].setting_name}: not run, in part or in whole: {', '.join(missing)}.")
     return found
@@ -262,27 +369,42 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
 
 def verdicts(finals: Sequence[FinalRow], budgets: Sequence[BudgetRow]) -> list[str]:
     """One sentence per compared run, claiming no more than interval and ledger say."""
-    ratios = {id(row.run): row for row in budgets}
+    last = {row.run: row for row in budgets}  # of several horizons the last one
     sentences = []
     for row in finals:
-        if row.difference is None:
-            continue
-        diff = row.difference
-        mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in (diff.mean, diff.low, diff.high))
-        sentence = (
-            f"{row.run.setting_name}: {row.run.label} minus GRPO is {mean} points in the final evaluation "
-            f"(95 % interval {low} to {high}, {diff.tasks} tasks): "
-        )
-        direction = "higher" if diff.mean > 0 else "lower"
-        sentence += "no difference shown" if diff.includes_zero else f"{direction} for these two training runs"
-        budget = ratios.get(id(row.run))
-        if budget is not None and not math.isnan(budget.ratio):
-            sentence += (
-                f". Net time {budget.ratio:.2f} × GRPO's at step {budget.ratio_step}; within GRPO's net time it "
+        cost = _cost_words(last.get(row.run))
+        start = f"{row.run.setting_name}: {row.run.label}"
+        if row.difference is not None:
+            diff = row.difference
+            mean, low, high = (signed(value) for value in (diff.mean, diff.low, diff.high))
+            reading = difference_words(diff, "these two training runs")
+            sentences.append(
+                f"{start} minus GRPO is {mean} points in the final evaluation "
+                f"(95 % interval {low} to {high}, {diff.tasks} tasks): {reading}{'. ' + cost if cost else ''}."
             )
-            sentence += f"had {budget.score:.1f} % (step {budget.step}) against {budget.baseline_score:.1f} %"
-        sentences.append(sentence + ".")
+        elif cost and not row.run.final and row.run.method != BASELINE:
+            sentences.append(f"{start}, without a final evaluation. {cost}, each a single validation.")
     return sentences
+
+
+def difference_words(diff: stats.Difference, scope: str) -> str:
+    """What a difference with an interval may be called."""
+    if not diff.conclusive:
+        return "no difference shown" if diff.includes_zero else f"too few tasks ({diff.tasks}) to show a difference"
+    return f"{'higher' if diff.mean > 0 else 'lower'} for {scope}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.1f}".replace("-", "−")
+
+
+def _cost_words(budget: BudgetRow | None) -> str:
+    if budget is None or math.isnan(budget.ratio) or budget.step is None:
+        return ""
+    return (
+        f"Net time {budget.ratio:.2f} × GRPO's at step {budget.ratio_step}; within GRPO's net time it "
+        f"had {budget.score:.1f} % (step {budget.step}) against {budget.baseline_score:.1f} %"
+    )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
@@ -296,19 +418,26 @@ def facts(run: Run) -> dict[str, str]:
     """Provenance of one run: its own record, and what can be derived from its files."""
     derived = {
         "state": run.state,
-        "directory": str(run.path.name),
-        "config sha256": hashlib.sha256(json.dumps(run.config, sort_keys=True).encode()).hexdigest()[:16],
+        "source": run.source,
+        "path": str(run.path.name),
+        "config sha256": _config_hash(run),
         "training seed": "unknown" if run.seed is None else str(run.seed),
         "updates": str(run.steps_done),
         "starts": str(run.attempts),
-        "validation panel": _short(run.validation_panels, 16),
-        "final panel": _short(run.final_panels, 16),
+        "devices": str(run.devices),
+        "validation panel": short_hashes(run.validation_panels, 16),
+        "final panel": short_hashes(run.final_panels, 16),
     }
     for name, parameters in run.sampling.items():
         derived[f"{name} sampling"] = ", ".join(f"{k} {v}" for k, v in parameters.items()) or "not recorded"
     if run.state == "failed":
         derived["failure"] = " · ".join(str(run.failure.get(key, "")) for key in ("boundary", "message", "fix"))
     return derived | flatten(run.provenance) if run.provenance else derived | {"provenance.json": "missing"}
+
+
+def _config_hash(run: Run) -> str:
+    text = json.dumps(run.config, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if run.config else "no config"
 
 
 def split_facts(tables: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -331,5 +460,5 @@ def _rank(rows: list, key: str, signature) -> list:
     return [dataclasses.replace(row, rank=ranked.get(id(row.run))) for row in rows]
 
 
-def _short(panels: frozenset[str], length: int = 12) -> str:
+def short_hashes(panels: frozenset[str], length: int = 12) -> str:
     return ", ".join(sorted(panel[:length] for panel in panels)) or "none"

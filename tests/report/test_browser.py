@@ -8,6 +8,7 @@ import pytest
 
 from sdjax.report import build_report
 from tests.report.synthetic import write_run
+from tests.report.synthetic_study import write_study
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
@@ -47,6 +48,9 @@ EXERCISE = """
   const episode = document.getElementById("v-episode").value;
   document.getElementById("v-next").click();
   seen.moved = episode !== document.getElementById("v-episode").value;
+  document.querySelector("a[data-csv=final]").click();
+  await wait(300);
+  seen.csv = root.dataset.csv;
   document.getElementById("theme").click();
   await wait(300);
   seen.theme = root.dataset.theme;
@@ -75,12 +79,13 @@ def test_report_opens_and_works(tmp_path):
     head = dom[: dom.index("<head")]
     assert "data-errors" not in head
     seen = dict(pair.split("=") for pair in re.search(r'data-seen="([^"]*)"', head)[1].split(";"))  # pyright: ignore
-    assert (seen["axis"], seen["net"]) == ("completed updates", "net training seconds")
+    assert (seen["axis"], seen["net"]) == ("completed updates", "net device-seconds")
     assert (seen["runs"], seen["visible"]) == ("2", "1")
     assert int(seen["bars"]) == 10
     assert (seen["descending"], seen["ascending"]) == ("GRPO,SDAR", "SDAR,GRPO")
     assert seen["tip"] == "true"
     assert (seen["streams"], seen["recoloured"], seen["moved"], seen["theme"]) == ("4", "true", "true", "dark")
+    assert seen["csv"] == "final"
     assert dom.count('class="main-svg"') >= 2 * 5  # curves, ledger and health, two layers each
     assert "<title>GRPO and SDAR" in dom
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.S)
@@ -94,3 +99,41 @@ def test_the_page_reports_its_own_errors(tmp_path):
     dom, console = open_in_chromium(report, tmp_path / "profile", "theme=dark")
     assert console and "data-errors" in dom[: dom.index("<head")]
     assert "This page could not show everything" in dom
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_study_opens_without_errors(tmp_path, theme):
+    """Several methods and settings: every part draws, in both themes, and a long table sorts."""
+    panels = {"alfworld": 40, "searchqa": 40}
+    runs = write_study(tmp_path, methods=("grpo", "agent_opsd", "icsd"), sizes=("2B", "4B"), panels=panels, seeds=2)
+    report = build_report(runs, tmp_path / "report.html")
+    report.write_text(report.read_text(encoding="utf-8") + EXERCISE_STUDY, encoding="utf-8")
+    dom, console = open_in_chromium(report, tmp_path / "profile", f"theme={theme}")
+    assert console == []
+    head = dom[: dom.index("<head")]
+    assert "data-errors" not in head
+    seen = dict(pair.split("=") for pair in re.search(r'data-seen="([^"]*)"', head)[1].split(";"))  # pyright: ignore
+    assert int(seen["shades"]) >= 1  # the collapse
+    assert (seen["ranks"], seen["histogram"], seen["costs"]) == ("3", "true", "2")
+    assert seen["sorted"] == "true" and seen["overflow"] == "false"
+
+
+EXERCISE_STUDY = """
+<script>(async function exercise() {
+  const root = document.documentElement, wait = (ms) => new Promise((done) => setTimeout(done, ms));
+  const drawn = (id) => document.querySelector(`#${id} .main-svg`);
+  for (const details of document.querySelectorAll("#health details")) details.open = true;
+  while (!(root.dataset.plots && drawn("curves-3") && drawn("cost-1") && drawn("drop-histogram"))) await wait(50);
+  const seen = {shades: document.querySelectorAll("#curves-1 .shapelayer path").length};
+  seen.ranks = document.querySelectorAll("#rank-changes .scatterlayer .trace").length;
+  seen.histogram = document.querySelectorAll("#drop-histogram .bars path").length > 0;
+  seen.costs = document.querySelectorAll("#cost .scatterlayer").length;
+  const body = document.querySelector("#budget tbody");
+  document.querySelectorAll("#budget thead th button")[5].click();
+  const scores = [...body.rows].map((row) => Number(row.cells[5].dataset.sort));
+  seen.sorted = scores.every((score, k) => k === 0 || scores[k - 1] >= score);
+  seen.overflow = root.scrollWidth > innerWidth;
+  root.dataset.seen = Object.entries(seen).map((pair) => pair.join("=")).join(";");
+})();</script>
+"""

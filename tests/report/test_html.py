@@ -9,16 +9,20 @@ import io
 import json
 import math
 import re
-import urllib.parse
+import subprocess
+import sys
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 
+from sdjax import jsonl
 from sdjax.report import build_report, figures, load, load_run, transcripts
 from sdjax.report.html import script_json
 from sdjax.report.static import save_curves_png
 from tests.report.synthetic import write_run
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><img src=x onerror=alert(1)>{{ 7*7 }}\u2028\"'&"
 
 
@@ -86,6 +90,35 @@ def test_the_file_needs_no_network(two_runs, tmp_path):
     assert "plotly.js" in read.unpacked("plotly-source")[:200]
 
 
+def test_every_figure_and_table_has_its_csv(two_runs, tmp_path):
+    read = page(tmp_path, *two_runs)
+    tables = json.loads(read.unpacked("csv-data"))
+    linked = {attributes["data-csv"] for tag, attributes in read.tags if tag == "a" and "data-csv" in attributes}
+    figure_ids = set(json.loads(read.unpacked("figure-data")))
+    assert figure_ids <= linked <= set(tables)
+    assert {"final", "steadiness", "budget", "wins", "methods", "ledger", "provenance", "published"} <= linked
+    canvases = {attributes["id"]: attributes for tag, attributes in read.tags if attributes.get("role") == "img"}
+    assert set(canvases) == figure_ids and all(len(one["aria-label"]) > 40 for one in canvases.values())
+    assert tables["curves-0"].splitlines()[0].startswith("setting,run,step,score_percent")
+    assert len(list(csv.reader(io.StringIO(tables["final"])))) == 1 + len(two_runs)
+
+
+def test_numbers_lead_to_their_run_and_runs_to_their_directory(two_runs, tmp_path):
+    read = page(tmp_path, *two_runs)
+    targets = {link[1:] for link in read.links if link.startswith("#run-")}
+    anchors = {attributes.get("id") for _, attributes in read.tags}
+    assert targets == {"run-1", "run-2"} and targets <= anchors
+    for path in two_runs:
+        assert any(link.endswith(path.name) and (tmp_path / "out" / link).exists() for link in read.links)
+
+
+def test_equal_warnings_of_several_runs_are_one(two_runs, tmp_path):
+    for name in ("grpo", "sdar"):
+        jsonl.append(write_run(tmp_path, name) / "metrics.jsonl", [{"no": "step"}])
+    text = " ".join(" ".join(page(tmp_path, *sorted(tmp_path.glob("alfworld-*"))).text).split())
+    assert "1 warning " in text and "all 2 runs metrics.jsonl: 1 lines without an integer step" in text
+
+
 def test_hostile_text_stays_text(two_runs, tmp_path):
     run = write_run(tmp_path, "sdar", teacher_s=0.5, hostile=HOSTILE)
     config = json.loads((run / "config.json").read_text())
@@ -139,12 +172,13 @@ def test_figures_are_valid_and_carry_their_data(two_runs):
     for figure in (curves, ledger, *health):
         go.Figure(figure.spec)  # raises on an unknown property or value
         assert len(figure.alt) > 40
-        table = list(csv.reader(io.StringIO(urllib.parse.unquote(figure.csv_uri.split(",", 1)[1]))))
+        table = list(csv.reader(io.StringIO(figure.csv)))
         assert table[0] == list(figure.columns) and len(table) == len(figure.rows) + 1
         used = set(re.findall(r"#[0-9a-f]{6}", json.dumps(figure.spec)))
         assert used and used <= set(figures.PALETTE)
     assert "GRPO: " in curves.alt and "success rate" in curves.alt
-    assert curves.axes["net"]["x"][1] == pytest.approx(runs[1].validation_net, abs=1e-3)
+    assert curves.axes["net"]["title"] == "net device-seconds"
+    assert curves.axes["net"]["x"][1] == pytest.approx(runs[1].validation_net, rel=1e-5, abs=1e-3)
     assert curves.axes["net"]["shapes"][0]["x0"] == pytest.approx(runs[0].net_seconds(20))
     assert len({(s["colour"], s["dash"]) for s in styles.values()}) == 2
 
@@ -174,6 +208,14 @@ def test_misaligned_token_values_are_refused(tmp_path):
     records, (warning,) = transcripts.collect([load_run(path)])
     assert "12 values of weight for 13 tokens" in warning
     assert [step["step"] for step in records[0]["steps"]] == [20]
+
+
+def test_the_report_does_without_jax():
+    """It runs where only files are: on a laptop, beside another trainer."""
+    code = (
+        "import sys, sdjax.report, sdjax.report.compare; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_static_picture(two_runs, tmp_path):

@@ -2,6 +2,10 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,8 @@ from sdjax import jsonl
 from sdjax.errors import RunDirError
 from sdjax.report import load, records
 from tests.report.synthetic import write_run
+
+ROOT = Path(__file__).parents[2]
 
 
 def edit_line(path, number, **changes):
@@ -107,6 +113,16 @@ def test_nan_metrics_and_backward_clocks_are_flagged(tmp_path):
     assert "1 phases end before they start" in text
 
 
+def test_costs_of_one_step_may_fall(tmp_path):
+    path = write_run(tmp_path)
+    lines = jsonl.read(path / "metrics.jsonl")
+    costs = [line | {"cost/engine_s": 10.0 / line["step"], "cost/net_gpu_h": line["step"]} for line in lines]
+    jsonl.rewrite(path / "metrics.jsonl", costs)
+    assert load.load_run(path).warnings == ()
+    edit_line(path / "metrics.jsonl", 10, **{"cost/net_gpu_h": 0.5})
+    assert any("cost/net_gpu_h runs backwards at step 11" in text for text in load.load_run(path).warnings)
+
+
 def test_a_ledger_that_disagrees_with_the_metrics_is_flagged(tmp_path):
     path = write_run(tmp_path)
     edit_line(path / "ledger.jsonl", 2, seconds=500.0)
@@ -126,6 +142,24 @@ def test_restarts_book_repeated_work_as_lost(tmp_path):
     assert {(phase.step, phase.attempt) for phase in lost} == {(20, 1)}
     assert [phase.phase for phase in lost] == list(records.NET_PHASES)
     assert any("1 steps were run again" in text for text in run.warnings)
+
+
+def test_what_the_trainer_cut_at_a_restart_is_lost(tmp_path):
+    path = write_run(tmp_path)
+    cut = {"attempt": 1, "step": 21, "phase": "lost", "lost_phase": "rollout", "seconds": 2.5, "devices": 1}
+    jsonl.append(path / "ledger.jsonl", [cut])
+    run = load.load_run(path)
+    assert [phase.seconds for phase in run.ledger if phase.booked == records.LOST] == [2.5]
+    assert run.warnings == ()
+
+
+def test_odd_types_in_a_ledger_are_no_crash(tmp_path):
+    path = write_run(tmp_path)
+    odd = {"attempt": "2", "step": [1], "phase": "rollout", "seconds": 1.0, "start": "x", "devices": None}
+    jsonl.append(path / "ledger.jsonl", [odd, {"phase": 3, "seconds": 1.0}])
+    run = load.load_run(path)
+    assert (run.ledger[-1].step, run.ledger[-1].attempt, run.ledger[-1].devices) == (None, 1, 1)
+    assert any("1 lines without phase or seconds" in text for text in run.warnings)
 
 
 def test_panels_are_checked(tmp_path):
@@ -153,5 +187,61 @@ def test_labels_are_unique_and_duplicates_load_once(tmp_path):
     grpo = write_run(tmp_path / "x", "grpo")
     runs = load.load_runs([a, b, a, grpo, a / ".." / a.name])
     assert [run.label for run in runs] == ["GRPO", "SDAR seed 0", "SDAR seed 1"]
-    same_seed = write_run(tmp_path / "y", "sdar", seed=0)
+    same_seed = write_run(tmp_path / "y", "sdar", seed=0, tasks=32)
     assert len({run.label for run in load.load_runs([a, same_seed, grpo])}) == 3
+
+
+def test_a_copy_of_a_run_is_left_out_with_a_warning(tmp_path):
+    original, grpo = write_run(tmp_path / "x", "sdar"), write_run(tmp_path / "x", "grpo")
+    copy = shutil.copytree(original, tmp_path / "y")
+    runs = load.load_runs([original, copy, grpo])
+    assert [run.label for run in runs] == ["GRPO", "SDAR"]
+    (warning,) = runs[1].warnings
+    assert str(copy) in warning and "is a copy of" in warning and str(original) in warning
+
+
+def test_planned_runs_are_found_and_model_directories_are_not(tmp_path):
+    done = write_run(tmp_path, "grpo")
+    planned = tmp_path / "study" / "planned"
+    planned.mkdir(parents=True)
+    (planned / "config.json").write_text('{"method": {"name": "sdar"}, "env": {"name": "alfworld"}}')
+    (done / "model").mkdir()
+    (done / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert set(load.find_runs([tmp_path])) == {done, planned}
+    states = {run.method: run.state for run in load.load_runs(load.find_runs([tmp_path]))}
+    assert states == {"grpo": "done", "sdar": "not run"}
+
+
+def test_nan_scores_are_failed_episodes(tmp_path):
+    jsonl.append(tmp_path / "val" / "step_000000.jsonl", [episode("a", success=math.nan), episode("b", success=True)])
+    run = load.load_run(tmp_path)
+    assert (run.validations[0].value, run.validations[0].failed) == (100.0, 1)
+    assert any("without a numeric 'success'" in text for text in run.warnings)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "config.json", "val/step_000005.jsonl"])
+def test_empty_files(tmp_path, name):
+    path = write_run(tmp_path)
+    (path / name).write_text("")
+    run = load.load_run(path)
+    assert run.final and run.validations
+    if name == "val/step_000005.jsonl":
+        assert run.validation_steps == [0, 10, 15, 20]
+    if name == "config.json":
+        assert run.method == "unknown" and any("not valid JSON" in text for text in run.warnings)
+
+
+def test_many_runs_are_read_in_several_processes_alike(tmp_path):
+    """In a fresh interpreter: where JAX is loaded, as in other tests, the runs are read one after another."""
+    for seed in range(34):
+        write_run(tmp_path, "sdar", seed=seed, steps=5, tasks=4)
+    code = """
+import sys
+from sdjax.report import load
+paths = load.find_runs([sys.argv[1]])
+together = load.load_runs(paths)
+alone = [run for path in paths for run in load.load_path(path)]
+key = lambda run: (run.name, run.validations, run.final, run.ledger, run.metrics, run.warnings)
+assert len(together) == 34 and sorted(map(key, together), key=str) == sorted(map(key, alone), key=str)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)

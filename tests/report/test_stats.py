@@ -1,5 +1,6 @@
 """Statistics of the report against golden curves, committed values and properties."""
 
+import json
 import math
 from pathlib import Path
 
@@ -121,12 +122,67 @@ def test_paired_difference_resamples_tasks():
     assert stats.paired_difference(values, {("c", 0): 1.0}) is None
 
 
+def test_two_tasks_conclude_nothing():
+    values = {(task, 0): 50.0 for task in "ab"}
+    few = stats.paired_difference(values, dict.fromkeys(values, 0.0))
+    assert few is not None and not few.includes_zero and not few.conclusive
+    values = {(task, 0): 50.0 for task in "abcdefghij"}
+    enough = stats.paired_difference(values, dict.fromkeys(values, 0.0))
+    assert enough is not None and enough.conclusive
+
+
 def test_paired_difference_uses_common_pairs_only():
     mine = {("a", 0): 10.0, ("b", 0): 10.0, ("c", 0): 1000.0}
     base = {("a", 0): 0.0, ("b", 0): 0.0, ("d", 0): -1000.0}
     difference = stats.paired_difference(mine, base)
     assert difference is not None
     assert (difference.mean, difference.low, difference.high) == (10.0, 10.0, 10.0)
+
+
+# Scores in [0, 1] of 8 runs in 12 settings and what rliable 1.2.0 makes of them (aggregate_iqm of each;
+# probability_of_improvement of the first over the second). Setting 2 is full of ties.
+RLIABLE = json.loads((Path(__file__).parent / "data" / "rliable.json").read_text())
+
+
+def test_iqm_and_improvement_agree_with_rliable():
+    x, y = np.array(RLIABLE["x"]), np.array(RLIABLE["y"])
+    assert stats.iqm(x.ravel()) == pytest.approx(RLIABLE["iqm_x"], rel=1e-12)
+    assert stats.iqm(y.ravel()) == pytest.approx(RLIABLE["iqm_y"], rel=1e-12)
+    found = np.mean([stats.probability_of_improvement(x[:, k], y[:, k]) for k in range(12)])
+    assert found == pytest.approx(RLIABLE["improvement"], rel=1e-12)
+
+
+def test_iqm_by_hand():
+    assert stats.iqm([1.0, 2, 3, 4, 5, 6, 7]) == 4.0  # one value is cut on each side
+    assert stats.iqm([0.0, 0, 10, 20, 1000, 5]) == pytest.approx((0 + 10 + 20 + 5) / 4)
+    assert stats.iqm([3.0]) == 3.0
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.lists(st.floats(0, 100), min_size=1, max_size=9))
+def test_improvement_is_antisymmetric(x, y):
+    forth, back = stats.probability_of_improvement(x, y), stats.probability_of_improvement(y, x)
+    assert forth + back == pytest.approx(1.0)
+    assert stats.probability_of_improvement(x, x) == pytest.approx(0.5)
+    assert min(x) - 1e-9 <= stats.iqm(x) <= max(x) + 1e-9
+
+
+def test_resampling_draws_whole_panels_and_is_shared():
+    counts = stats.task_counts(7, 600, 3)
+    assert counts.shape == (600, 7) and (counts.sum(axis=1) == 7).all()
+    sums, numbers = np.arange(14.0).reshape(7, 2), np.ones((7, 2))
+    means = stats.resample(sums, numbers, draws=600, seed=3)
+    assert means[5] == pytest.approx(counts[5] @ sums / 7)
+    assert np.isnan(stats.resample(0 * sums, 0 * numbers, draws=3, seed=0)).all()
+
+
+def test_bootstrap_interval_has_the_known_width():
+    """Independent tasks: the interval is about 1.96 standard errors on each side."""
+    rng = np.random.default_rng(1)
+    values = {(task, 0): float(value) for task, value in enumerate(rng.normal(5, 10, 400))}
+    difference = stats.paired_difference(values, dict.fromkeys(values, 0.0))
+    assert difference is not None
+    half = 1.96 * stats.standard_error(list(values.values()))
+    assert (difference.high - difference.low) / 2 == pytest.approx(half, rel=0.05)
 
 
 def test_budget_and_ratio():
