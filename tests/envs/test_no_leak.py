@@ -8,7 +8,7 @@ string in the prompt of the first must be in what the engine has shown, and the 
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,8 @@ def webshop(tasks: int) -> World:
     async def engine(task_id):
         episode = WebshopEpisode(benchmark.shop, benchmark.shop.goals[task_id])
         while True:
-            action = yield [episode.goal.text, episode.observation("text"), QUERY_FORM, *episode.clickables()]
+            clicks = [f"click[{text}]" for text in episode.clickables()]
+            action = yield [episode.goal.text, episode.observation("text"), QUERY_FORM, *clicks]
             episode.step(action)
 
     kinds = ("plan", "target", "goal", "task_family", "reward_parts")
@@ -126,7 +127,13 @@ def scienceworld(tasks: int) -> World:
     return World("scienceworld", benchmark, engine, kinds, ("goal_progress",), chosen, 15)
 
 
-WORLDS = {"alfworld": (alfworld, 30), "webshop": (webshop, 60), "searchqa": (searchqa, 84), "scienceworld": (scienceworld, 24)}
+# How to open it, tasks, and the prompts that must at least come together in two passes over them.
+WORLDS = {
+    "alfworld": (alfworld, 40, 1000),
+    "webshop": (webshop, 80, 1000),
+    "searchqa": (searchqa, 140, 700),
+    "scienceworld": (scienceworld, 12, 250),
+}
 EVERYWHERE = [pytest.param(name, marks=pytest.mark.scienceworld if name == "scienceworld" else ()) for name in WORLDS]
 
 
@@ -136,7 +143,7 @@ def worlds() -> Iterator[Callable[[str], World]]:
 
     def get(name: str) -> World:
         if name not in made:
-            open_world, tasks = WORLDS[name]
+            open_world, tasks, _ = WORLDS[name]
             made[name] = open_world(tasks)
         return made[name]
 
@@ -215,8 +222,8 @@ async def watch(world: World, task_id: str, template: PromptTemplate, expert: fl
             action = plan[0] if plan and rng.random() < expert else random_action(world, seen, rng)
             past.append((seen.text, action))
             result, other = await asked.step(action), await unasked.step(action)
-            shown = await engine.asend(action) if result.status is Status.RUNNING else [result.observation.text]
             seen, same, status = result.observation, other.observation, result.status
+            shown = await engine.asend(action)
     finally:
         await engine.aclose()
         await asked.close()
@@ -243,7 +250,7 @@ def test_no_privileged_string_reaches_a_prompt(worlds, name):
     world = worlds(name)
     template = "standard" if name == "scienceworld" else "verl_agent"
     counted = [play(world, template, expert) for expert in (0.8, 0.1)]
-    assert sum(counted) > 500, counted
+    assert sum(counted) > WORLDS[name][2], counted
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)

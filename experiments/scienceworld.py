@@ -1,0 +1,52 @@
+"""ScienceWorld with the constants of methods.md, section 3.8 (16 tasks x 8 episodes a step, 30 turns, graded returns).
+
+    python -m sdjax.main --config=experiments/scienceworld.py:sdar,qwen3-1.7b --workdir=runs/scienceworld-sdar \\
+        --config.model.path=/models/Qwen3-1.7B
+
+Arguments: method and, optionally, a model preset. Needs Java and the package scienceworld; there are no data to
+download. Hardware: one node of 8 accelerators of 80 GB for the large model; the small one (smollm2-135m) runs on one.
+The simulators run in processes of their own (env.workers), each with one core and up to 2 GB of host memory. No score
+is promised here: results of runs are in experiments/results.
+"""
+
+from sdjax.config import defaults
+
+MODELS = {
+    # name: (path, devices, packed rows of one micro-batch, recompute activations)
+    "smollm2-135m": ("smollm2-135m", 1, 8, False),
+    "qwen3-1.7b": ("", 8, 8, True),
+}
+
+
+def get_config(arguments: str = "grpo"):
+    method, _, model = arguments.partition(",")
+    config = defaults(method)
+    path, devices, pack_rows, remat = MODELS[model or "smollm2-135m"]
+    config.name = f"scienceworld-{model or 'smollm2-135m'}-{method}"
+    config.model.path, config.model.compute_dtype = path, "bfloat16"
+    config.mesh.fsdp = devices
+
+    config.env.name = "scienceworld"
+    config.env.template = "standard"
+    config.env.turns, config.env.history = 30, 2
+    # All 200 episodes of the panel are open at once; a worker of this heap holds 109.
+    config.env.workers = 8
+    config.env.train_split, config.eval.panel = "train", "panel200"
+
+    rollout = config.rollout
+    rollout.prompt_tokens, rollout.response_tokens, rollout.max_length = 4096, 512, 4608
+    rollout.slots, rollout.prefill_rows, rollout.decode_chunk, rollout.cache_dtype = 128, 16, 16, "bfloat16"
+
+    train = config.train
+    train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 100, 16, 8, 256
+    train.learning_rate, train.kl_coef, train.entropy_coef, train.warmup_share = 1e-6, 0.01, 0.001, 0.0
+    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 4608, pack_rows, 1024, remat
+
+    # A model of this size never wins untrained. The gold expert's episodes are those that win within the turn limit.
+    sft = config.sft
+    sft.expert, sft.episodes, sft.steps, sft.batch_rows, sft.learning_rate = "gold", 1000, 150, 32, 2e-4
+
+    config.teacher.bank, config.teacher.reflection_turns = "scienceworld", 30
+    config.eval.every, config.eval.temperature = 5, 0.4
+    config.eval.final_seeds, config.eval.final_temperature = 8, 0.4
+    return config
