@@ -127,7 +127,7 @@ def _compare(paths: list[str], console: Console) -> int:
 
     if len(paths) != 2:
         raise ConfigError(f"--mode=compare with {len(paths)} paths.", "add two run directories or metrics logs.")
-    compare(*paths, console)
+    compare(paths[0], paths[1], console)
     return 0
 
 

@@ -92,7 +92,11 @@ class Benchmark(Protocol):
     """What a run needs to know of one benchmark. Made once per run from the ``env`` part of the config."""
 
     name: str
-    experts: tuple[str, ...]  # names for ``expert_episode``; the first is the default of warm starts
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Names for ``expert_episode``; the first is the default of warm starts."""
+        ...
 
     def task_ids(self, split: str) -> tuple[str, ...]: ...
 
