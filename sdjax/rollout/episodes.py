@@ -240,7 +240,7 @@ def play_all(
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(a)) for a in assignments]
-        except* Exception as failed:
+        except ExceptionGroup as failed:  # not except*, which wraps what is raised in it on early Python 3.11
             raise failed.exceptions[0] from failed
         return [task.result() for task in tasks]
 
