@@ -131,7 +131,7 @@ CASES = {
         "ovcsd_contrast",
         "adv_NL site flag mask triggered",
         lambda b: losses.ovcsd_contrast(b["adv_NL"], b["site"], b["flag"], b["mask"], b["triggered"]),
-        "elementwise",
+        "coupled",
     ),
 }
 
