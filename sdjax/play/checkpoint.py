@@ -3,12 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from sdjax.config import RunConfig
 from sdjax.envs.base import Environment, Observation
 from sdjax.envs.prompts import project
-from sdjax.errors import DataError
 from sdjax.evaluate.evaluation import sampling_for
 from sdjax.play.agents import Move
 from sdjax.rollout.engine import Request
@@ -35,15 +32,7 @@ class Checkpoint:
 
     async def act(self, observation: Observation, past: list[tuple[str, str]]) -> Move | None:
         session = self._session
-        seen = observation
-        text = session.template.render(seen.task, seen.text, seen.admissible, past, len(past), seen.objects)
-        prompt = np.asarray(session.tokenizer.render_chat(text), np.int32)
-        limit = session.config.rollout.prompt_tokens
-        if len(prompt) > limit:
-            raise DataError(
-                f"the prompt of {self._task}, turn {len(past) + 1}, has {len(prompt)} tokens; the limit is {limit}.",
-                "raise rollout.prompt_tokens (and rollout.max_length) or lower env.history.",
-            )
+        prompt, _ = session.player.prompt(observation, past, self._task)
         seed = derive_seed(self._seed, "play/answer", task=self._task, turn=len(past))
         completion = await session.engine.generate(Request(prompt, seed, self._sampling, f"play {self._task}"))
         answer = session.tokenizer.decode(completion.tokens)

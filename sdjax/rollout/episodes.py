@@ -146,7 +146,7 @@ class Player:
         past = [(turn.observation.text, turn.action) for turn in turns]
         total, score, status = 0.0, 0.0, Status.RUNNING
         while status is Status.RUNNING:
-            prompt, overlong = self._prompt(observation, past, assignment)
+            prompt, overlong = self.prompt(observation, past, assignment.task)
             seed = derive_seed(
                 self.run_seed,
                 assignment.purpose,
@@ -196,10 +196,12 @@ class Player:
             sampling=sampling,
         )
 
-    def _prompt(
-        self, observation: Observation, past: list[tuple[str, str]], assignment: Assignment
-    ) -> tuple[np.ndarray, bool]:
-        """The prompt's ids and whether it had to be shortened."""
+    def prompt(self, observation: Observation, past: list[tuple[str, str]], task: str) -> tuple[np.ndarray, bool]:
+        """The ids of one turn's prompt and whether it had to be shortened. past: (observation, action) pairs.
+
+        Raises:
+          DataError: it is too long, and the benchmark's rule does not shorten it (enough).
+        """
         shown = past
         while True:
             text = self.template.render(
@@ -212,7 +214,7 @@ class Player:
                 return ids[-self.prompt_tokens :], True
             if self.overlong == "error" or not shown:
                 raise DataError(
-                    f"the prompt of {assignment.task}, turn {len(past)}, has {len(ids)} tokens; the limit is "
+                    f"the prompt of {task}, turn {len(past)}, has {len(ids)} tokens; the limit is "
                     f"{self.prompt_tokens}.",
                     "raise rollout.prompt_tokens (and rollout.max_length, train.pack_length) or lower env.history.",
                 )

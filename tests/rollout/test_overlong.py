@@ -7,16 +7,14 @@ import pytest
 
 from sdjax.envs.base import Observation
 from sdjax.errors import DataError
-from sdjax.rollout.episodes import Assignment
 from tests.methods.corridor import make_player
 
-ASSIGNMENT = Assignment("task", 0, 0, 0, "train", 1)
 PAST = [("seen " + "x" * 30, "go 1"), ("seen " + "y" * 30, "go 2")]
 
 
 def prompt(player, past):
     observation = Observation("here", "find it", ("look",))
-    return player._prompt(observation, past, ASSIGNMENT)
+    return player.prompt(observation, past, "task")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from rich.console import Console
 from sdjax import jsonl
 from sdjax.errors import CheckpointError, ConfigError, DataError, EngineError, EnvError, ModelError, RunDirError
 from sdjax.rollout import episodes
+from sdjax.rollout.embedded import EmbeddedEngine
 from sdjax.train.batch_file import load_batch
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.rundir import RunDir
@@ -260,3 +261,32 @@ def test_a_full_disk_loses_nothing(tiny_model, tmp_path):
         assert [line["step"] for line in jsonl.read(disk / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_further_validation_leaves_the_run_as_it_is(tiny_model, tmp_path, monkeypatch):
+    """The teacher plays in the student's engine; afterwards the student's weights are back."""
+    given, original = [], EmbeddedEngine.update_weights
+
+    def update_weights(engine, params, version):
+        given.append((version, sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(params))))
+        original(engine, params, version)
+
+    plain = tiny_config(tiny_model)
+    teacher = dataclasses.replace(plain.teacher, weights="init")  # far from the student after two updates
+    plain = dataclasses.replace(plain, teacher=teacher)
+    wanted = ("greedy", "teacher_weights")
+    extra = dataclasses.replace(plain, eval=dataclasses.replace(plain.eval, extra_validations=wanted, extra_every=2))
+    run(plain, tmp_path / "plain")
+    monkeypatch.setattr(EmbeddedEngine, "update_weights", update_weights)
+    run(extra, tmp_path / "extra")
+    own = [{k: v for k, v in line.items() if not k.startswith("val_")} for line in comparable(tmp_path / "extra")]
+    assert own == comparable(tmp_path / "plain")
+    for kind in wanted:
+        files = sorted(path.name for path in (tmp_path / "extra" / f"val_{kind}").iterdir())
+        assert files == ["step_000002.jsonl", "step_000003.jsonl"]
+    for seed in range(2):
+        scores = [jsonl.read(tmp_path / name / "final_eval" / f"seed_{seed}.jsonl") for name in ("plain", "extra")]
+        assert scores[0] == scores[1]
+    first, given = given[0], {step: [total for v, total in given if v == step] for step in (2, 3)}
+    for student, teacher, again in given.values():
+        assert student == again != teacher == first[1]
