@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from sdjax.models.config import ModelConfig
 
@@ -69,12 +70,15 @@ class Model(ABC):
     """A decoder. ``compute_dtype`` is the dtype of matrix products; norms, RoPE, softmax and logits are float32.
 
     attention: kernel of packed rows, ``"xla"`` or ``"cudnn"`` (see ``sdjax.models.attention``).
+    mesh: devices that the parameters are spread over; the compiler cannot divide a hand-written kernel itself, so the
+    layers that call one do it over this mesh (None: one device).
     shares_prefixes: whether ``hidden`` takes a ``prefix``.
     """
 
     config: ModelConfig
     compute_dtype: Any = "float32"
     attention: str = "xla"
+    mesh: Mesh | None = None
     shares_prefixes: ClassVar[bool] = False
 
     def __post_init__(self):

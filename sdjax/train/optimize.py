@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from sdjax import sharding
 from sdjax.config import TrainConfig
 from sdjax.methods.base import Coefficients, RowBatch
 from sdjax.models.cudnn import MAX_SEGMENTS
 from sdjax.seeds import derive_seed
-from sdjax.train import sharding
 from sdjax.train.packing import Packed, Sequences, Shape, pack
 from sdjax.train.shared_prefix import divide
 from sdjax.train.update import Scales, Updater

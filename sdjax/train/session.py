@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from sdjax import sharding
 from sdjax.config import RunConfig
 from sdjax.envs import make_benchmark
 from sdjax.envs.base import Benchmark, Panel
@@ -20,7 +21,6 @@ from sdjax.models.tokenizer import Tokenizer
 from sdjax.rollout.embedded import EmbeddedEngine
 from sdjax.rollout.engine import Engine
 from sdjax.rollout.episodes import Player
-from sdjax.train import sharding
 
 
 @dataclass(frozen=True)

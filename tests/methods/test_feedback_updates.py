@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from sdjax import sharding
 from sdjax.methods import registry
-from sdjax.train import sharding
 from sdjax.train.optimize import Optimizer
 from sdjax.train.update import Updater
 from tests.train.test_update import TRAIN, VOCAB, N, make_data, make_model

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdjax import jsonl, losses
+from sdjax import jsonl, losses, sharding
 from sdjax.config import defaults, load
 from sdjax.envs.alfworld.adapter import AlfworldBenchmark
 from sdjax.envs.prompts import load_protocol
@@ -21,7 +21,7 @@ from sdjax.methods import registry
 from sdjax.methods.base import Coefficients, SiteRows
 from sdjax.rollout.engine import Completion
 from sdjax.teacher.prompt import HEADER
-from sdjax.train import sharding, trainer
+from sdjax.train import trainer
 from sdjax.train.acting import ActingTeacher
 from sdjax.train.optimize import Optimizer, SuffixRows, minibatches
 from sdjax.train.packing import Sequences

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sdjax import sharding
 from sdjax.config import TrainConfig
 from sdjax.methods import registry
-from sdjax.train import sharding
 from sdjax.train.optimize import Optimizer
 from sdjax.train.packing import Sequences, Shape
 from sdjax.train.shared_prefix import divide

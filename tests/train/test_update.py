@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 
+from sdjax import sharding
 from sdjax.config import TrainConfig
 from sdjax.methods import registry
 from sdjax.methods.base import Coefficients, RowBatch
 from sdjax.methods.sdar import Sdar
 from sdjax.models.config import ModelConfig
 from sdjax.models.dense import DenseModel
-from sdjax.train import sharding
 from sdjax.train.optimize import Optimizer, learning_rate, minibatches
 from sdjax.train.packing import Sequences
 from sdjax.train.update import Updater

@@ -287,8 +287,8 @@ def test_the_students_own_prompt_gives_the_students_own_log_probabilities():
     """No shift by one position, and packing with room for privileged text changes nothing."""
     import jax
 
+    from sdjax import sharding
     from sdjax.methods import registry
-    from sdjax.train import sharding
     from sdjax.train.optimize import Optimizer
     from sdjax.train.update import Updater
     from tests.train.test_update import TRAIN, VOCAB, make_data, make_model
