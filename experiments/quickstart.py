@@ -46,7 +46,7 @@ def get_config(arguments: str = "grpo"):
     train = config.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 12, 8, 8, 640
     train.learning_rate, train.kl_coef = 3e-4, 0.02
-    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 192, 16, 64, False
+    train.pack_length, train.pack_rows, train.loss_slots, train.remat = 192, 16, 64, "none"
 
     config.teacher.bank, config.teacher.privileged_tokens = "alfworld_brief", 192
     config.eval.every, config.eval.panel, config.eval.final_seeds = 4, "valid", 3

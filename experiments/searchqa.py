@@ -14,18 +14,22 @@ sampled one at every twentieth step. Hardware: one node of 8 accelerators of 80 
 from sdjax.config import defaults
 
 MODELS = {
-    # name: (path, devices, packed rows of one micro-batch, recompute activations)
-    "smollm2-135m": ("smollm2-135m", 1, 8, False),
-    "qwen3-1.7b": ("", 8, 8, True),
+    # name: (path, devices, packed rows of one micro-batch, train.remat)
+    "smollm2-135m": ("smollm2-135m", 1, 8, "none"),
+    "qwen3-1.7b": ("", 8, 8, "full"),
+    "qwen3.5-2b": ("models/Qwen3.5-2B", 8, 8, "full"),
+    "qwen3.5-4b": ("models/Qwen3.5-4B", 8, 8, "full"),
+    "qwen3.5-9b": ("models/Qwen3.5-9B", 8, 8, "full"),
 }
 
 
 def get_config(arguments: str = "grpo"):
     method, _, model = arguments.partition(",")
+    model = model or "smollm2-135m"
     config = defaults(method)
-    path, devices, pack_rows, remat = MODELS[model or "smollm2-135m"]
-    config.name = f"searchqa-{model or 'smollm2-135m'}-{method}"
-    config.model.path, config.model.compute_dtype = path, "bfloat16"
+    path, devices, pack_rows, remat = MODELS[model]
+    config.name = f"searchqa-{model}-{method}"
+    config.model.name, config.model.path, config.model.compute_dtype = model, path, "bfloat16"
     config.mesh.fsdp = devices
 
     config.env.name = "searchqa"

@@ -25,30 +25,72 @@ EXTRA_VALIDATIONS = ("greedy", "sampled", "teacher_weights")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """path: a Hugging Face directory, a .gguf file or "smollm2-135m"; training starts from (and the reference
-    policy is)
-    these weights. dtype: of the stored parameters. compute_dtype: of matrix products in trainer and engine.
-    attention: kernel of the trainer; "auto" is cudnn on a Hopper GPU with bfloat16, else xla."""
+    """name: in reports; empty: the last part of the path. path: a Hugging Face directory, a .gguf file or
+    "smollm2-135m"; training starts from (and the reference policy is) these weights. dtype: of the stored parameters.
+    compute_dtype: of matrix products in trainer and engine.
+    attention: kernel of the trainer; "auto" is cudnn on a Hopper GPU with bfloat16, else xla.
+    reference_memory: where the initial weights wait, which score as reference policy and frozen teacher; in host
+    memory they cost the device nothing between their passes."""
 
+    name: str = ""
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["auto", "xla", "cudnn"] = "auto"
+    reference_memory: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True)
+class SglangConfig:
+    """Servers of the "sglang" engine. urls: those that somebody else runs; empty: the run starts ``engines`` servers of
+    its own with ``command`` (``launch/sglang_cpu`` on a machine without GPU) and ``flags`` (each ``--name=value``),
+    ``tensor_parallel`` GPUs each from ``first_gpu`` on, at ``host`` from ``port`` on (0: ports that are free).
+    key_variable: environment variable that holds the key of the servers; needed where ``host`` is not loopback.
+    dtype: of the served weights. deterministic: a completion depends on its seed and not on the batch around it, for
+    about a third of the speed; without it the servers ignore seeds.
+
+    sync: how weights get there. "disk": safetensors in ``folder``; "tensor": shared memory of one host, "gloo" a socket
+    group (both from the CPU); "ipc": GPU memory of the same devices; "nccl": a GPU group. "auto": ipc where trainer and
+    own servers run on GPUs of one host, else disk.
+    sleep: servers give the memory of keys and values back while the trainer updates.
+    start_timeout_s, request_timeout_s: until a server is ready; for one completion. restarts: how often in a run a
+    server may be lost and started again."""
+
+    urls: tuple[str, ...] = ()
+    engines: int = 1
+    command: tuple[str, ...] = ("python3", "-m", "sglang.launch_server")
+    flags: tuple[str, ...] = ()
+    tensor_parallel: int = 1
+    first_gpu: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    key_variable: str = "SDJAX_SGLANG_KEY"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    deterministic: bool = False
+    sync: Literal["auto", "disk", "tensor", "gloo", "ipc", "nccl"] = "auto"
+    folder: str = "/dev/shm"
+    sleep: bool = False
+    start_timeout_s: float = 900.0
+    request_timeout_s: float = 900.0
+    restarts: int = 3
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """engine: who generates. slots: episodes decoded at the same time. max_length: prompt + response tokens of one slot
-    (an acting teacher adds ``teacher.privileged_tokens``).
+    """engine: who generates; the keys of "sglang" are below it, those of "embedded" are ``slots``, ``prefill_rows``,
+    ``decode_chunk`` and ``cache_dtype``. slots: episodes decoded at the same time. max_length: prompt + response tokens
+    of one slot (an acting teacher adds ``teacher.privileged_tokens``). top_p, top_k: only 1 and -1 (off) are unbiased.
     retries: fresh environments tried before an episode is recorded as failed. warn_gap / stop_gap: thresholds on the
     mean |log-prob gap| between engine and trainer (nats)."""
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
     slots: int = 64
     max_length: int = 2560
     prompt_tokens: int = 2048
     response_tokens: int = 512
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
     prefill_rows: int = 16
     decode_chunk: int = 8
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -57,13 +99,15 @@ class RolloutConfig:
     stop_gap: float = 1.0
     transcripts_every: int = 10
     transcript_episodes: int = 3
+    sglang: SglangConfig = field(default_factory=SglangConfig)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Section 3 of the methods: batch, surrogate, optimizer. pack_length: tokens of one packed row (the teacher's
     rows are longer by ``teacher.privileged_tokens``); pack_rows: packed rows of one micro-batch; loss_slots: response
-    tokens that one packed row may hold."""
+    tokens that one packed row may hold. remat: what the backward pass computes again instead of storing it:
+    nothing, all but matrix products, or whole layers."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -88,7 +132,7 @@ class TrainConfig:
     pack_length: int = 4096
     pack_rows: int = 4
     loss_slots: int = 1024
-    remat: bool = True
+    remat: Literal["none", "dots", "full"] = "full"
 
 
 @dataclass(frozen=True)
@@ -148,11 +192,13 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """every: checkpoint after each multiple of this many updates (the last step is always saved). keep: newest kept."""
+    """every: checkpoint after each multiple of this many updates (the last step is always saved). keep: newest kept.
+    grace_s: seconds between SIGTERM, SIGUSR1 or Ctrl-C and the end of the process, whatever it is doing."""
 
     every: int = 10
     keep: int = 3
     asynchronous: bool = True
+    grace_s: float = 100.0
 
 
 @dataclass(frozen=True)
@@ -335,6 +381,7 @@ def _check(config: RunConfig) -> None:
         "eval.every": config.eval.every,
         "eval.extra_every": config.eval.extra_every,
         "save.every": config.save.every,
+        "save.grace_s": config.save.grace_s,
         "env.turns": config.env.turns,
         "teacher.horizon": config.teacher.horizon,
         "teacher.reflection_tokens": config.teacher.reflection_tokens,
@@ -349,6 +396,15 @@ def _check(config: RunConfig) -> None:
             f"rollout.temperature = {rollout.temperature}: training needs samples of the policy.",
             "use 1.0; greedy decoding exists for evaluation only (eval.temperature).",
         )
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        raise ConfigError(
+            f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: truncated sampling draws from a "
+            "renormalised distribution, so its log-probabilities are not those that the trainer differentiates, and the "
+            "policy ratio is wrong by the mass that was cut off.",
+            "use rollout.top_p=1.0 and rollout.top_k=-1; lower eval.temperature for sharper evaluation.",
+        )
+    if rollout.engine == "sglang":
+        _check_sglang(rollout)
     longest = rollout.prompt_tokens + rollout.response_tokens
     if rollout.max_length < longest:
         raise ConfigError(
@@ -384,4 +440,28 @@ def _check(config: RunConfig) -> None:
             f"train.pack_rows = {train.pack_rows} does not divide over mesh.data x mesh.fsdp = "
             f"{config.mesh.data} x {config.mesh.fsdp}.",
             "use a multiple of their product.",
+        )
+
+
+def _check_sglang(rollout: RolloutConfig) -> None:
+    servers = rollout.sglang
+    if rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature = {rollout.temperature} with rollout.engine = 'sglang': its servers report "
+            "log-probabilities of logits / T or of plain logits, depending on how they were started; only at T = 1 are "
+            "both the policy's, and anything else biases every ratio.",
+            "use rollout.temperature=1.0, or the embedded engine.",
+        )
+    if not servers.urls and (servers.engines < 1 or servers.tensor_parallel < 1 or not servers.command):
+        raise ConfigError(
+            f"rollout.sglang has engines = {servers.engines}, tensor_parallel = {servers.tensor_parallel}, "
+            f"command = {servers.command}.",
+            "give a command and at least one engine of one GPU, or urls of running servers.",
+        )
+    if servers.start_timeout_s <= 0 or servers.request_timeout_s <= 0 or servers.restarts < 0:
+        raise ConfigError("rollout.sglang has a time limit or a number of restarts below 0.", "use positive numbers.")
+    if servers.urls and servers.sync == "ipc":
+        raise ConfigError(
+            "rollout.sglang.sync = 'ipc' needs servers on the trainer's own GPUs, but rollout.sglang.urls names others.",
+            "use sync=disk with a folder that all hosts see, or sync=nccl.",
         )

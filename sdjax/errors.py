@@ -4,6 +4,12 @@ Every message says what was found and ends with what to do. A failure is attribu
 reader of FAILED.json knows where to look without a stack trace.
 """
 
+# Exit codes of the command line, by which launchers decide what comes next. Failures that would only repeat are 1 and 2.
+FAILED_EXIT_CODE, CONFIG_EXIT_CODE = 1, 2
+LOCKED_EXIT_CODE = 73  # EX_CANTCREAT: another process works in the run directory
+INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGUSR1; the same command goes on
+CTRL_C_EXIT_CODE = 130  # stopped by SIGINT; the same command goes on
+
 
 class SdjaxError(Exception):
     """Base class. ``boundary`` names the part of the system that failed."""
@@ -34,6 +40,10 @@ class EnvError(SdjaxError):
 
 class EngineError(SdjaxError):
     boundary = "engine"
+
+
+class CompletionLost(EngineError):
+    """One completion failed and the engine goes on: the episode can be played again."""
 
 
 class ModelError(SdjaxError):

@@ -2,7 +2,7 @@
 
 Modes of a run: train, sft (warm start), eval (final evaluation), report, demos (expert episodes as a file). Modes of a
 benchmark: prepare (downloads into the form that env.data names) and play (in the terminal). ``--mode=compare A B`` sets
-two runs side by side.
+two runs side by side. ``--mode=study --study=plan|status|run|report|launch`` works on a whole grid of runs.
 
 Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where
 the last one stopped; a finished run returns at once.
@@ -20,7 +20,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
-from sdjax.errors import ConfigError, SdjaxError
+from sdjax import interrupt
+from sdjax.errors import CONFIG_EXIT_CODE, FAILED_EXIT_CODE, LOCKED_EXIT_CODE, ConfigError, SdjaxError
 
 if TYPE_CHECKING:
     from sdjax.config import RunConfig
@@ -29,19 +30,25 @@ if TYPE_CHECKING:
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar"
 )
-_MODES = ["train", "sft", "eval", "report", "compare", "demos", "prepare", "play"]
+_MODES = ["train", "sft", "eval", "report", "compare", "demos", "prepare", "play", "study"]
 _AGENTS = ["human", "expert", "random", "rule", "checkpoint"]
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, of the report, or of what is written.")
 _MODE = flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
 _RUNS = flags.DEFINE_list("runs", [], "Run directories of a report, or folders that contain some.")
+_STUDY = flags.DEFINE_string("study", "status", "What to do with a study: plan, status, run, report, launch.")
+_CELLS = flags.DEFINE_list("cells", [], "Cells of a study: 3,5-9, names, or patterns such as 'alfworld-*' (study).")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "Cells at the same time, on as many groups of accelerators (study).")
+_LAUNCHER = flags.DEFINE_string("launcher", "", "For whom --study=launch writes files: slurm, sky, jobset.")
+_OPTIONS = flags.DEFINE_list("options", [], "Settings of the launcher: key=value,key=value (study).")
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, of a run over several processes.")
+_PROCESSES = flags.DEFINE_integer("processes", 0, "Processes of the run; 0: as Slurm or JobSet say, else one.")
+_PROCESS = flags.DEFINE_integer("process", -1, "Number of this process, from 0.")
 _ENV = flags.DEFINE_string("env", None, "Benchmark (prepare, play).")
 _SOURCE = flags.DEFINE_list("source", [], "What was downloaded: files, folders, dataset ids (prepare).")
 _AGENT = flags.DEFINE_enum("agent", "human", _AGENTS, "Who plays (play).")
 _TASK = flags.DEFINE_string("task", "", "Task id (play); default: the first of the panel.")
 _TEACHER = flags.DEFINE_bool("teacher", False, "Show what a teacher would read (play).")
 _EPISODES = flags.DEFINE_integer("episodes", 1, "Episodes, of an agent that is not human (play).")
-
-_CONFIG_EXIT_CODE, _FAILED_EXIT_CODE = 2, 1
 
 
 def main(argv: list[str]) -> int:
@@ -59,13 +66,15 @@ def main(argv: list[str]) -> int:
 
 def _show(error: SdjaxError) -> int:
     """Prints an error without a stack trace and returns the exit code."""
-    from sdjax.train.rundir import LOCKED_EXIT_CODE, Locked
+    from sdjax.train.rundir import Locked
 
     Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]", end=" ")
     print(error, file=sys.stderr)
     if isinstance(error, Locked):
         return LOCKED_EXIT_CODE
-    return _CONFIG_EXIT_CODE if isinstance(error, ConfigError) else _FAILED_EXIT_CODE
+    if isinstance(error, interrupt.Interrupted):
+        return error.exit_code
+    return CONFIG_EXIT_CODE if isinstance(error, ConfigError) else FAILED_EXIT_CODE
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -86,6 +95,8 @@ def _run(console: Console) -> int:
     if _MODE.value == "prepare":
         return _prepare(console)
     workdir = _workdir()
+    if _MODE.value == "study":
+        return _study(workdir, console)
     if _MODE.value == "report":
         from sdjax.report import build_report, find_runs
 
@@ -96,14 +107,21 @@ def _run(console: Console) -> int:
         raise ConfigError("--config is missing.", "add --config=experiments/quickstart.py, for example.")
 
     from sdjax.config import load, resolved
-    from sdjax.train.rundir import RunDir
+    from sdjax.train import distributed
+    from sdjax.train.rundir import RunDir, open_run
 
     config = load(_CONFIG.value)
     _keep_compiled_programs()
-    with RunDir(workdir) as directory:
-        if _MODE.value == "demos":
+    if _MODE.value == "demos":
+        with RunDir(workdir) as directory:
             _demos(config, directory, console)
-            return 0
+        return 0
+    several = distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    if several and _MODE.value == "sft":
+        raise ConfigError("--mode=sft over several processes.", "start it as one process.")
+    if several and not distributed.is_first():
+        console = Console(quiet=True)
+    with interrupt.listen(config.save.grace_s, alone=not several), open_run(workdir) as directory:
         if _MODE.value == "sft":
             from sdjax.train.sft import WarmStart
 
@@ -120,6 +138,13 @@ def _run(console: Console) -> int:
             return 0
         Trainer(config, directory, console).run()
     return 0
+
+
+def _study(workdir: Path, console: Console) -> int:
+    from sdjax.study.command import Options, execute
+
+    options = Options(_CELLS.value, _PARALLEL.value, _RUNS.value, _LAUNCHER.value, _OPTIONS.value)
+    return execute(_STUDY.value, _CONFIG.value, workdir, options, console)
 
 
 def _compare(paths: list[str], console: Console) -> int:

@@ -268,10 +268,11 @@ def test_the_weights_are_those_of_the_checkpoint(config, trained, monkeypatch):
         "update_weights",
         lambda self, params, version: (given_to_engine.append((params, version)), update(self, params, version))[1],
     )
-    open_newest(config, trained)[0].close()
-    (first, _), (last, version) = given_to_engine
+    session, _ = open_newest(config, trained)
+    session.close()
+    ((last, version),) = given_to_engine
     assert version == 1
-    leaves = list(zip(jax.tree.leaves(first), jax.tree.leaves(last)))
+    leaves = list(zip(jax.tree.leaves(session.params), jax.tree.leaves(last)))
     assert any(not np.array_equal(a, b) for a, b in leaves) and all(a.shape == b.shape for a, b in leaves)
 
 

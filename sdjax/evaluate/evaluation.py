@@ -9,6 +9,7 @@ import numpy as np
 
 from sdjax import jsonl
 from sdjax.envs.base import Panel
+from sdjax.errors import DataError
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Assignment, Player, Trajectory, play_all
 
@@ -61,6 +62,19 @@ def records(trajectories: Sequence[Trajectory], panel: Panel, *, step: int, seed
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Writes a complete file at once: a file that exists is a finished evaluation."""
     jsonl.rewrite(path, lines)
+
+
+def is_complete(path: Path, *, tasks: int, panel_sha: str, step: int) -> bool:
+    """Whether ``path`` holds every task of the panel exactly once, played by the policy after ``step`` updates.
+
+    A file that is torn, damaged or of another panel is not complete.
+    """
+    try:
+        lines = jsonl.read(path)
+    except DataError:
+        return False
+    right = all(line.get("panel_sha") == panel_sha and line.get("step") == step for line in lines)
+    return right and len(lines) == tasks == len({line.get("task") for line in lines})
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -1,8 +1,12 @@
 """Language models: configuration, forward passes, checkpoints and tokenizers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
+from sdjax import sharding
 from sdjax.models.base import Cache, Model, Params, masked_logits
 from sdjax.models.config import ModelConfig
 from sdjax.models.hf import load_model, load_params, save_checkpoint
@@ -43,12 +47,20 @@ def load_checkpoint(
     dtype: Any = "float32",
     compute_dtype: Any = "float32",
     cache_dir: str | Path | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Model, Params, Tokenizer]:
     """Loads model, weights and tokenizer of a Hugging Face directory, a .gguf file or the literal "smollm2-135m".
 
-    dtype: dtype of the parameters (None: as stored). compute_dtype: dtype of matrix products. Raises ModelError.
+    dtype: dtype of the parameters (None: as stored). compute_dtype: dtype of matrix products. mesh: devices that the
+    parameters are divided over (None: the default device). Raises ModelError, and ConfigError for a mesh that cannot
+    divide the model.
     """
     directory = resolve_checkpoint(path, cache_dir=cache_dir)
     model = load_model(directory, compute_dtype=compute_dtype)
     tokenizer = Tokenizer.load(directory, model_vocab_size=model.config.vocab_size)
-    return model, load_params(directory, model, dtype=dtype), tokenizer
+    if mesh is None:
+        return model, load_params(directory, model, dtype=dtype), tokenizer
+    sharding.check_divides(mesh, model.axis_sizes())
+    places = sharding.parameter_shardings(mesh, model.logical_axes(), model.shapes())
+    model = dataclasses.replace(model, mesh=mesh if mesh.size > 1 else None)
+    return model, load_params(directory, model, dtype=dtype, shardings=places), tokenizer

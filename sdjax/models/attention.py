@@ -1,16 +1,19 @@
 """Grouped-query attention in the forms a decoder needs: over packed rows, behind a prefix, and over a cache.
 
-Packed rows have two implementations. ``"xla"`` runs everywhere and is the oracle: float32 scores and softmax, queries
-in chunks, so that score memory is linear in the row length and a chunk reads no key after its end. ``"cudnn"`` (Hopper,
-bfloat16; ``sdjax.models.cudnn``) skips the keys of other segments.
+There are two implementations. ``"xla"`` runs everywhere and is the oracle: float32 scores and softmax, queries in
+chunks, so that score memory is linear in the row length and a chunk reads no key after its end. ``"cudnn"`` (Hopper,
+bfloat16) takes cuDNN's ragged layout for packed rows, which skips the keys of other segments (``sdjax.models.cudnn``),
+and a kernel of ours for decoding, which reads no position that a row has not reached (``sdjax.models.decode_kernel``).
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from sdjax.models import cudnn
+from sdjax.models import cudnn, decode_kernel
+from sdjax.sharding import over_batch_and_heads
 
 QUERY_CHUNK = 512
 
@@ -110,17 +113,33 @@ def _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B) ->
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
 
 
-def cached_attention(q_STHK: jax.Array, k_SLJK: jax.Array, v_SLJK: jax.Array, position_ST: jax.Array) -> jax.Array:
-    """Attention of new tokens over the cache: a token sees the cache positions up to its own.
+def decode_attention(
+    q_S1HK: jax.Array,
+    new_k_S1JK: jax.Array,
+    new_v_S1JK: jax.Array,
+    k_RLJK: jax.Array,
+    v_RLJK: jax.Array,
+    position_S: jax.Array,
+    active_S: jax.Array,
+    *,
+    context: int | None = None,
+    implementation: str = "xla",
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes one new key and value of each of the first S rows into the cache, and attends up to them.
 
-    q_STHK: [S, T, heads, head_dim]; k_SLJK, v_SLJK: [S, L, kv_heads, head_dim], new tokens included; position_ST: int.
-    Returns [S, T, heads, head_dim].
+    k_RLJK, v_RLJK: cache of R >= S rows and L positions. A row that is not active, and a position past the end, write
+    nothing. context: static bound on ``position + 1``. Returns (outputs [S, 1, H, K], k, v).
     """
-    length = k_SLJK.shape[1]
-    if q_STHK.shape[1] == 1:
-        return _attend_one(q_STHK, k_SLJK, v_SLJK, jnp.arange(length)[None, None, :] <= position_ST[..., None])
-    outs = []
-    for begin, end in _chunks(q_STHK.shape[1]):
-        mask = jnp.arange(length)[None, None, :] <= position_ST[:, begin:end, None]
-        outs.append(_attend(q_STHK[:, begin:end], k_SLJK, v_SLJK, mask))
-    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+    if implementation == "cudnn":
+        row = "B---"  # a cache is never divided by heads
+        kernel = over_batch_and_heads(decode_kernel.decode_attention, mesh, [row] * 5 + ["B"] * 2, [row] * 3)
+        return kernel(q_S1HK, new_k_S1JK, new_v_S1JK, k_RLJK, v_RLJK, position_S, active_S)
+    rows, length = len(position_S), k_RLJK.shape[1]
+    # The scatter drops an index past the end.
+    place = (jnp.arange(rows), jnp.where(active_S, position_S, length))
+    k_RLJK = k_RLJK.at[place].set(new_k_S1JK[:, 0].astype(k_RLJK.dtype), mode="drop")
+    v_RLJK = v_RLJK.at[place].set(new_v_S1JK[:, 0].astype(v_RLJK.dtype), mode="drop")
+    k, v = k_RLJK[:rows, :context], v_RLJK[:rows, :context]
+    o = _attend_one(q_S1HK, k, v, jnp.arange(k.shape[1])[None, None] <= position_S[:, None, None])
+    return o, k_RLJK, v_RLJK

@@ -41,16 +41,12 @@ class Cache:
         return self.k.shape[2]
 
     def take(self, row_N: jax.Array) -> "Cache":
-        """Returns a cache made of the rows ``row_N`` (int [N]; a row may be taken several times: a fork)."""
+        """Returns a cache made of the rows ``row_N`` (int [N]; a row may be taken several times)."""
         return jax.tree.map(lambda x: jnp.take(x, row_N, axis=1), self)
 
-    def put(self, row_N: jax.Array, source: "Cache") -> "Cache":
-        """Writes the N rows of ``source`` (no longer than ours) into rows ``row_N``; others are dropped."""
-        return jax.tree.map(
-            lambda x, y: x.at[:, row_N, : y.shape[2]].set(y.astype(x.dtype), mode="drop"),
-            self,
-            source,
-        )
+    def by_layer(self) -> "Cache":
+        """The form that ``Model.decode`` takes: each leaf is a tuple of arrays, one for each layer, rows first."""
+        return jax.tree.map(tuple, self)
 
 
 @jax.tree_util.register_dataclass
@@ -69,17 +65,21 @@ class Prefix:
 class Model(ABC):
     """A decoder. ``compute_dtype`` is the dtype of matrix products; norms, RoPE, softmax and logits are float32.
 
-    attention: kernel of packed rows, ``"xla"`` or ``"cudnn"`` (see ``sdjax.models.attention``).
+    attention: ``"xla"`` or ``"cudnn"`` (see ``sdjax.models.attention``).
     mesh: devices that the parameters are spread over; the compiler cannot divide a hand-written kernel itself, so the
     layers that call one do it over this mesh (None: one device).
-    shares_prefixes: whether ``hidden`` takes a ``prefix``.
+    scan_layers: ``hidden`` as a loop over the layers, compiled once. Written out, layer by layer, it needs no copies of
+    what the loop reads and keeps for the derivative, and several times as long to compile.
+    shares_prefixes: whether ``hidden`` takes a ``prefix``. stacks: the parameters with a layer axis.
     """
 
     config: ModelConfig
     compute_dtype: Any = "float32"
     attention: str = "xla"
     mesh: Mesh | None = None
+    scan_layers: bool = True
     shares_prefixes: ClassVar[bool] = False
+    stacks: ClassVar[tuple[str, ...]] = ("layers",)
 
     def __post_init__(self):
         object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
@@ -96,53 +96,81 @@ class Model(ABC):
         position_BT: jax.Array,
         segment_BT: jax.Array,
         *,
-        remat: bool = False,
+        remat: str = "none",
         prefix: Prefix | None = None,
     ) -> jax.Array:
         """Returns the states before the head, ``[B, T, D]`` in the compute dtype.
 
         position_BT: position of each token inside its own sequence (RoPE). segment_BT: a token attends to earlier
         tokens of its row with an equal segment, which must lie in one piece; 0 is padding, whose token ids are never
-        looked up. remat: recompute each layer in the backward pass instead of storing its activations. prefix: what
-        every token of a packed row attends to besides; the positions then go on behind it.
+        looked up. remat: see ``sharding.checkpoint_layer``. prefix: what every token of a
+        packed row attends to besides; the positions then go on behind it.
         """
 
     @abstractmethod
     def logits(self, params: Params, hidden_XD: jax.Array) -> jax.Array:
-        """Returns float32 logits ``[..., V]`` for any leading dimensions."""
+        """Returns float32 logits ``[..., V]`` for any leading dimensions.
+
+        They are the states times ``embedding.head_weight`` in every family: training multiplies by it on its own.
+        """
 
     @abstractmethod
     def init_cache(self, rows: int, length: int, dtype: Any = None) -> Cache:
         """Returns an empty cache of ``rows`` sequences of at most ``length`` tokens (dtype: the compute dtype)."""
 
     @abstractmethod
-    def extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens_ST: jax.Array,
-        start_S: jax.Array,
-        length_S: jax.Array,
-        *,
-        context: int | None = None,
-    ) -> tuple[jax.Array, Cache]:
-        """Processes up to T new tokens of each row; returns their states ``[S, T, D]`` and the extended cache.
-
-        Token t of row s has position ``start_S[s] + t`` and is valid while ``t < length_S[s]``. Valid tokens attend to
-        the cache positions up to their own. Invalid tokens and rows of length 0 leave the cache and all other tokens as
-        they are; their states are meaningless but finite. T = 1 is decoding; T > 1 with start 0 is prefill. Tokens past
-        the end of the cache are dropped: the caller keeps ``start + length <= cache.length``. ``start_S`` is the number
-        of tokens that the row has seen, or 0 for a new sequence, which forgets the row's old one.
-        context: static upper bound on ``start + length`` over all rows; only that much of the cache is read.
-        """
-
     def prefill(
         self, params: Params, tokens_ST: jax.Array, length_S: jax.Array, dtype: Any = None
     ) -> tuple[jax.Array, Cache]:
-        """``extend`` of an empty cache of T positions and ``dtype``: row s is its first ``length_S[s]`` tokens."""
-        rows, length = tokens_ST.shape
-        empty = self.init_cache(rows, length, dtype)
-        return self.extend(params, empty, tokens_ST, jnp.zeros_like(length_S), length_S)
+        """Processes new sequences; returns their states ``[S, T, D]`` and a cache of T positions and ``dtype``.
+
+        Row s is its first ``length_S[s]`` tokens. Other tokens and rows of length 0 leave everything else as it is;
+        their states are meaningless but finite. dtype None: the compute dtype.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        params: Params,
+        cache: Cache,
+        token_S: jax.Array,
+        position_S: jax.Array,
+        active_S: jax.Array,
+        *,
+        context: int | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Processes one more token of each of the first S rows; returns their states ``[S, D]`` and the cache.
+
+        params: as ``unstack`` returns them; cache: ``by_layer``, with at least S rows. position_S: number of tokens
+        that the row has seen, at least 1. A row that is not active leaves the cache as it is; its state is meaningless
+        but finite. A token past the end of the cache is dropped: the caller keeps ``position < length``.
+        context: static upper bound on ``position + 1`` over all rows; no more of the cache need be read.
+        """
+
+    def unstack(self, params: Params) -> Params:
+        """The parameters as ``decode`` reads them: matrices in the compute dtype, a tuple of layers for each stack.
+
+        A program copies the part of a stacked array that it hands to a matrix product; decoding waits for memory only.
+        """
+
+        def cast(x: jax.Array) -> jax.Array:
+            # Vectors are norms and gates: they are small, and all arithmetic with them is in float32.
+            return x.astype(self.compute_dtype) if x.ndim > 1 else x
+
+        def layers(stack: Params) -> tuple[Params, ...]:
+            return tuple(
+                jax.tree.map(lambda x: cast(x[i]), stack)  # noqa: B023
+                for i in range(len(jax.tree.leaves(stack)[0]))
+            )
+
+        return {name: layers(x) if name in self.stacks else cast(x) for name, x in params.items()}
+
+    def stack(self, params: Params) -> Params:
+        """Undoes ``unstack``, except for the dtypes."""
+        return {
+            name: jax.tree.map(lambda *x: jnp.stack(x), *value) if name in self.stacks else value
+            for name, value in params.items()
+        }
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
@@ -150,6 +178,16 @@ class Model(ABC):
 
         Names: "vocab", "embed", "heads", "kv_heads", "mlp", "layers", or None for an axis that is never sharded.
         """
+
+    def axis_sizes(self) -> dict[str, dict[str, int]]:
+        """For each logical axis the numbers of config.json that a mesh axis has to divide (heads, not channels)."""
+        c = self.config
+        return {
+            "embed": {"hidden_size": c.hidden_size},
+            "heads": {"num_attention_heads": c.heads},
+            "kv_heads": {"num_key_value_heads": c.kv_heads},
+            "mlp": {"intermediate_size": c.intermediate_size},
+        }
 
     def shapes(self) -> dict[str, Any]:
         """Returns the parameter pytree as ``jax.ShapeDtypeStruct`` leaves, without allocating anything."""

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sdjax.models.attention import cached_attention, packed_attention, prefixed_attention
+from sdjax import sharding
+from sdjax.models.attention import decode_attention, packed_attention, prefixed_attention
 from sdjax.models.base import Cache, Model, Params, Prefix
 from sdjax.models.config import ModelConfig, rope_frequencies
 from sdjax.models.embedding import embed, head_logits
@@ -104,9 +105,9 @@ class MLP(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(c.hidden_size, c.rms_eps, "embed")
+        self.attn_norm = RMSNorm(c.hidden_size, c.rms_eps, None)
         self.attn = Attention(c, rngs)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_eps, "embed")
+        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_eps, None)
         self.mlp = MLP(c, rngs)
 
     def feed_forward(self, x_XD: jax.Array) -> jax.Array:
@@ -154,6 +155,11 @@ class DenseModel(Model):
     def _block(self, layer_params: Params) -> Block:
         return nnx.merge(_block_definition(self.config)[0], layer_params)
 
+    def _whole_block(self, layer_params: Params) -> Block:
+        """The block where its parameters are divided over the mesh, as in all passes but decoding."""
+        axes = _block_definition(self.config)[1]
+        return self._block(sharding.whole_layer(self.mesh, axes, layer_params, self.compute_dtype))
+
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
         return _init(self.config, key, jnp.dtype(dtype))
 
@@ -164,14 +170,14 @@ class DenseModel(Model):
         position_BT: jax.Array,
         segment_BT: jax.Array,
         *,
-        remat: bool = False,
+        remat: str = "none",
         prefix: Prefix | None = None,
     ) -> jax.Array:
         rope = rope_table(self.config, position_BT)
 
         def layer(x_BTD: jax.Array, scanned: tuple[Params, Cache | None]) -> tuple[jax.Array, None]:
             layer_params, before = scanned
-            block = self._block(layer_params)
+            block = self._whole_block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_BTD), rope)
             if prefix is None or before is None:
                 o = packed_attention(q, k, v, segment_BT, implementation=self.attention)
@@ -179,11 +185,16 @@ class DenseModel(Model):
                 o = prefixed_attention(
                     q, k, v, segment_BT, before.k, before.v, prefix.length_B, implementation=self.attention
                 )
-            return block.feed_forward(x_BTD + block.attn.out(o)), None
+            return sharding.divide_rows(self.mesh, block.feed_forward(x_BTD + block.attn.out(o))), None
 
-        x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype)
+        x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype, mesh=self.mesh)
         scanned = (params["layers"], None if prefix is None else prefix.cache)
-        x_BTD, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x_BTD, scanned)
+        layer = sharding.checkpoint_layer(layer, self.mesh, remat=remat)
+        if self.scan_layers:
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, scanned)
+        else:
+            for number in range(self.config.layers):
+                x_BTD, _ = layer(x_BTD, jax.tree.map(lambda x: x[number], scanned))  # noqa: B023
         return rms_norm(x_BTD, params["final_norm"], self.config.rms_eps)
 
     def logits(self, params: Params, hidden_XD: jax.Array) -> jax.Array:
@@ -205,57 +216,46 @@ class DenseModel(Model):
         rope = rope_table(self.config, position_ST)
 
         def layer(x_STD: jax.Array, layer_params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            block = self._block(layer_params)
+            block = self._whole_block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_STD), rope)
             o = packed_attention(q, k, v, segment_ST, implementation=self.attention)
             k, v = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype or self.compute_dtype) for x in (k, v))
-            return block.feed_forward(x_STD + block.attn.out(o)), (k, v)
+            return sharding.divide_rows(self.mesh, block.feed_forward(x_STD + block.attn.out(o))), (k, v)
 
-        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype)
+        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype, mesh=self.mesh)
         x_STD, (k, v) = jax.lax.scan(layer, x_STD, params["layers"])
         return rms_norm(x_STD, params["final_norm"], self.config.rms_eps), Cache(k=k, v=v)
 
-    def extend(
+    def decode(
         self,
         params: Params,
         cache: Cache,
-        tokens_ST: jax.Array,
-        start_S: jax.Array,
-        length_S: jax.Array,
+        token_S: jax.Array,
+        position_S: jax.Array,
+        active_S: jax.Array,
         *,
         context: int | None = None,
     ) -> tuple[jax.Array, Cache]:
-        rows, new = tokens_ST.shape
-        position_ST = start_S[:, None] + jnp.arange(new)
-        valid_ST = jnp.arange(new) < length_S[:, None]
-        # An index past the end is dropped by the scatter below, so an invalid token writes nothing.
-        write_ST = jnp.where(valid_ST, position_ST, cache.length)
-        row_S1 = jnp.arange(rows)[:, None]
-        rope = rope_table(self.config, position_ST)
-
-        def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Params]):
-            (x_STD, cache), (index, layer_params) = carry, scanned
+        rope = rope_table(self.config, position_S[:, None])
+        x_S1D = embed(params, token_S[:, None], active_S[:, None], self.compute_dtype)
+        written = []
+        for layer_params, k, v in zip(params["layers"], cache.k, cache.v, strict=True):
             block = self._block(layer_params)
-            q, k, v = block.attn.qkv(block.attn_norm(x_STD), rope)
-            # The whole cache is carried and updated in place; as a scanned input it would be copied every step.
-            cache = Cache(
-                k=cache.k.at[index, row_S1, write_ST].set(k.astype(cache.k.dtype), mode="drop"),
-                v=cache.v.at[index, row_S1, write_ST].set(v.astype(cache.v.dtype), mode="drop"),
-            )
-            k = jax.lax.dynamic_index_in_dim(cache.k, index, keepdims=False)[:, :context]
-            v = jax.lax.dynamic_index_in_dim(cache.v, index, keepdims=False)[:, :context]
-            o = cached_attention(q, k, v, position_ST)
-            return (block.feed_forward(x_STD + block.attn.out(o)), cache), None
-
-        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype)
-        (x_STD, cache), _ = jax.lax.scan(layer, (x_STD, cache), (jnp.arange(self.config.layers), params["layers"]))
-        return rms_norm(x_STD, params["final_norm"], self.config.rms_eps), cache
+            q, new_k, new_v = block.attn.qkv(block.attn_norm(x_S1D), rope)
+            o, k, v = decode_attention(
+                q, new_k, new_v, k, v, position_S, active_S, context=context, implementation=self.attention,
+                mesh=self.mesh,
+            )  # fmt: skip
+            x_S1D = block.feed_forward(x_S1D + block.attn.out(o))
+            written.append((k, v))
+        k, v = zip(*written)
+        return rms_norm(x_S1D[:, 0], params["final_norm"], self.config.rms_eps), Cache(k=k, v=v)
 
     def logical_axes(self) -> dict[str, Any]:
         layers = jax.tree.map(
             lambda axes: ("layers", *axes), _block_definition(self.config)[1], is_leaf=lambda x: isinstance(x, tuple)
         )
-        axes = {"embedding": ("vocab", "embed"), "layers": layers, "final_norm": ("embed",)}
+        axes = {"embedding": ("vocab", "embed"), "layers": layers, "final_norm": (None,)}
         return axes if self.config.tie_embeddings else axes | {"head": ("vocab", "embed")}
 
 

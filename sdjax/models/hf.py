@@ -4,6 +4,7 @@ A checkpoint whose tensors do not match its config.json is refused with all diff
 reading back is bit-exact, and what is written loads in ``transformers`` and SGLang.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sdjax.errors import ModelError
 from sdjax.models.base import Model, Params
@@ -32,7 +34,7 @@ from sdjax.models.shards import (
     split,
     write_shard,
 )
-from sdjax.models.tensors import Stored, assemble, get, layout, put
+from sdjax.models.tensors import Part, Stored, assemble, get, layout, put
 
 MAX_SHARD_BYTES = 4 * 2**30
 COMPANION_FILES = (
@@ -61,10 +63,12 @@ def load_model(directory: str | Path, *, compute_dtype: Any = "float32") -> Mode
     return family.make(family.read_config(raw), compute_dtype)
 
 
-def load_params(directory: str | Path, model: Model, *, dtype: Any = None) -> Params:
+def load_params(directory: str | Path, model: Model, *, dtype: Any = None, shardings: Any = None) -> Params:
     """Reads the weights of ``directory`` for ``model``; ``dtype`` None keeps the stored dtype.
 
-    Each tensor goes to the device on its own: host memory beyond the result is one shard, mapped, and one tensor.
+    Each tensor goes to its device on its own: host memory beyond the result is one shard, mapped, and one tensor.
+    shardings: a NamedSharding for each parameter (None: the default device). Of each tensor a device is given its part
+    alone, and a process reads the parts of its own devices alone.
     Raises ModelError naming the damaged file, or all missing, unexpected and mis-shaped tensors.
     """
     directory, family = Path(directory), family_of(model.config.model_type)
@@ -81,14 +85,15 @@ def load_params(directory: str | Path, model: Model, *, dtype: Any = None) -> Pa
                 stored = shard.get_slice(name)
                 for part in wanted[name].parts:
                     path = part.tensor.path
-                    value = part.tensor.from_checkpoint(stored[part.begin : part.end])
+                    shape, place = get(shapes, path).shape, None if shardings is None else get(shardings, path)
                     if part.index is None:
-                        params[path] = jnp.asarray(value, dtypes[path])
+                        params[path] = _placed(part, stored, shape, dtypes[path], place)
                         continue
+                    value = _placed(part, stored, shape[1:], dtypes[path], None if place is None else _layer(place))
                     if path not in params:
-                        params[path] = jnp.zeros(get(shapes, path).shape, dtypes[path])
+                        params[path] = jnp.zeros(shape, dtypes[path], device=place)
                     # Waiting keeps the copies of later tensors from piling up behind slow transfers.
-                    params[path] = jax.block_until_ready(_set_layer(params[path], value, part.index))
+                    params[path] = jax.block_until_ready(_set_layer(params[path], value, part.index, place))
     tree: Params = {}
     for tensor in tensors:
         put(tree, tensor.path, params[tensor.path])
@@ -152,9 +157,30 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-@jax.jit(donate_argnums=0)
-def _set_layer(stack: jax.Array, value: jax.Array, index: int) -> jax.Array:
-    return stack.at[index].set(value.astype(stack.dtype))
+def _layer(sharding: NamedSharding) -> NamedSharding:
+    """Where one layer of a stack lies."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def _placed(part: Part, stored: Any, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> jax.Array:
+    """Reads one layer of a parameter onto its devices."""
+    if sharding is None:
+        return jnp.asarray(part.read(stored, (slice(None),) * len(shape)), dtype)
+    seen: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple((axis.start, axis.stop) for axis in index)
+        if key not in seen:  # devices along "data" hold the same part
+            seen[key] = part.read(stored, index).astype(dtype)
+        return seen[key]
+
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _set_layer(stack: jax.Array, value: jax.Array, index: int, sharding: NamedSharding | None) -> jax.Array:
+    stack = stack.at[index].set(value)
+    return stack if sharding is None else jax.lax.with_sharding_constraint(stack, sharding)
 
 
 def _dtypes(headers: dict[str, Header], wanted: dict[str, Stored], dtype: Any) -> dict[tuple[str, ...], Any]:

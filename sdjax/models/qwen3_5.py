@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sdjax import sharding
 from sdjax.errors import ModelError
-from sdjax.models.attention import cached_attention, packed_attention
+from sdjax.models.attention import decode_attention, packed_attention
 from sdjax.models.base import Cache, Model, Params, Prefix
 from sdjax.models.delta_kernels import DeltaKernels, delta_kernels
 from sdjax.models.dense import MLP, rms_norm, rope_table
@@ -50,9 +51,9 @@ class Block(nnx.Module):
     """One layer; the mixer is GatedDeltaNet or GatedAttention."""
 
     def __init__(self, c: Qwen35Config, kind: str, rngs: nnx.Rngs):
-        self.mixer_norm = CenteredNorm(c.hidden_size, c.rms_eps, "embed")
+        self.mixer_norm = CenteredNorm(c.hidden_size, c.rms_eps, None)
         self.mixer = GatedDeltaNet(c, rngs) if kind == LINEAR else GatedAttention(c, rngs)
-        self.mlp_norm = CenteredNorm(c.hidden_size, c.rms_eps, "embed")
+        self.mlp_norm = CenteredNorm(c.hidden_size, c.rms_eps, None)
         self.mlp = MLP(c, rngs)
 
     def feed_forward(self, x_XD: jax.Array) -> jax.Array:
@@ -99,6 +100,7 @@ class Qwen35Model(Model):
 
     config: Qwen35Config
     delta_rule: str = "xla"
+    stacks = tuple(_STACKS.values())
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,10 +108,15 @@ class Qwen35Model(Model):
 
     @property
     def _kernels(self) -> DeltaKernels:
-        return delta_kernels(self.delta_rule)
+        return delta_kernels(self.delta_rule, self.mesh)
 
     def _block(self, kind: str, layer_params: Params) -> Block:
         return nnx.merge(_block_definition(self.config, kind)[0], layer_params)
+
+    def _whole_block(self, kind: str, layer_params: Params) -> Block:
+        """The block where its parameters are divided over the mesh, as in all passes but decoding."""
+        axes = _block_definition(self.config, kind)[1]
+        return self._block(kind, sharding.whole_layer(self.mesh, axes, layer_params, self.compute_dtype))
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
         return _init(self.config, key, jnp.dtype(dtype))
@@ -130,6 +137,15 @@ class Qwen35Model(Model):
 
         return jax.lax.scan(period, carry, stacks)[0]
 
+    def _written_out(self, layers: dict[str, Callable[..., Any]], carry: Any, params: Params) -> Any:
+        """The same without a loop."""
+        seen = dict.fromkeys(_STACKS, 0)
+        for kind in self.config.layer_types:
+            number = seen[kind]
+            carry, _ = layers[kind](carry, (number, jax.tree.map(lambda x: x[number], params[_STACKS[kind]])))  # noqa: B023
+            seen[kind] += 1
+        return carry
+
     def _final_norm(self, params: Params, x_XD: jax.Array) -> jax.Array:
         return rms_norm(x_XD, 1.0 + params["final_norm"].astype(jnp.float32), self.config.rms_eps)
 
@@ -140,7 +156,7 @@ class Qwen35Model(Model):
         position_BT: jax.Array,
         segment_BT: jax.Array,
         *,
-        remat: bool = False,
+        remat: str = "none",
         prefix: Prefix | None = None,
     ) -> jax.Array:
         if prefix is not None:
@@ -148,24 +164,24 @@ class Qwen35Model(Model):
         rope = rope_table(self.config, position_BT)
 
         def linear(x_BTD, numbered):
-            block = self._block(LINEAR, numbered[1])
+            block = self._whole_block(LINEAR, numbered[1])
             assert isinstance(block.mixer, GatedDeltaNet)
             x_BTD = x_BTD + block.mixer(block.mixer_norm(x_BTD), segment_BT, self._kernels)
-            return block.feed_forward(x_BTD), None
+            return sharding.divide_rows(self.mesh, block.feed_forward(x_BTD)), None
 
         def full(x_BTD, numbered):
-            block = self._block(FULL, numbered[1])
+            block = self._whole_block(FULL, numbered[1])
             assert isinstance(block.mixer, GatedAttention)
             q, k, v, gate = block.mixer.qkv_gate(block.mixer_norm(x_BTD), rope)
             o = packed_attention(q, k, v, segment_BT, implementation=self.attention)
             x_BTD = x_BTD + block.mixer.out(o, gate)
-            return block.feed_forward(x_BTD), None
+            return sharding.divide_rows(self.mesh, block.feed_forward(x_BTD)), None
 
         layers = {LINEAR: linear, FULL: full}
-        if remat:
-            layers = {kind: jax.checkpoint(layer) for kind, layer in layers.items()}
-        x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype)
-        return self._final_norm(params, self._scan(layers, x_BTD, params))
+        layers = {kind: sharding.checkpoint_layer(layer, self.mesh, remat=remat) for kind, layer in layers.items()}
+        x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype, mesh=self.mesh)
+        through = self._scan if self.scan_layers else self._written_out
+        return self._final_norm(params, through(layers, x_BTD, params))
 
     def logits(self, params: Params, hidden_XD: jax.Array) -> jax.Array:
         return head_logits(params, hidden_XD)
@@ -185,87 +201,84 @@ class Qwen35Model(Model):
             tails=Tails(tail(keys), tail(keys), tail(values)),
         )
 
-    def extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens_ST: jax.Array,
-        start_S: jax.Array,
-        length_S: jax.Array,
-        *,
-        context: int | None = None,
-    ) -> tuple[jax.Array, Cache]:
-        def attend(q, k, v, cache, number, position_ST):
-            k = jax.lax.dynamic_index_in_dim(cache.k, number, keepdims=False)[:, :context]
-            v = jax.lax.dynamic_index_in_dim(cache.v, number, keepdims=False)[:, :context]
-            return cached_attention(q, k, v, position_ST)
-
-        return self._extend(params, cache, tokens_ST, start_S, length_S, attend)
-
     def prefill(
         self, params: Params, tokens_ST: jax.Array, length_S: jax.Array, dtype: Any = None
     ) -> tuple[jax.Array, Cache]:
-        # Nothing lies in the cache yet, so the tokens attend to each other as packed rows do, by the faster kernel.
-        segment_ST = (jnp.arange(tokens_ST.shape[1]) < length_S[:, None]).astype(jnp.int32)
-
-        def attend(q, k, v, cache, number, position_ST):
-            return packed_attention(q, k, v, segment_ST, implementation=self.attention)
-
         rows, length = tokens_ST.shape
-        empty = self.init_cache(rows, length, dtype)
-        return self._extend(params, empty, tokens_ST, jnp.zeros_like(length_S), length_S, attend)
-
-    def _extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens_ST: jax.Array,
-        start_S: jax.Array,
-        length_S: jax.Array,
-        attend: Callable[..., jax.Array],
-    ) -> tuple[jax.Array, Cache]:
-        """``extend`` with ``attend(q, k, v, cache with the new tokens, layer in it, positions)`` as attention."""
-        assert isinstance(cache, HybridCache)
-        rows, new = tokens_ST.shape
-        position_ST = start_S[:, None] + jnp.arange(new)
-        valid_ST = jnp.arange(new) < length_S[:, None]
-        # An index past the end is dropped by the scatter below, so an invalid token writes nothing.
-        write_ST = jnp.where(valid_ST, position_ST, cache.length)
-        row_S1 = jnp.arange(rows)[:, None]
+        position_ST = jnp.broadcast_to(jnp.arange(length), tokens_ST.shape)
+        valid_ST = position_ST < length_S[:, None]
         rope = rope_table(self.config, position_ST)
-        # A new sequence must not continue what the row's last one left behind.
-        fresh_S = (start_S == 0) & (length_S > 0)
+        dtype = dtype or self.compute_dtype
+        # Nothing lies in the cache yet, so the tokens attend to each other as packed rows do, by the faster kernel.
+        segment_ST = valid_ST.astype(jnp.int32)
 
         def linear(carry, numbered):
             (x_STD, cache), (number, layer_params) = carry, numbered
-            block = self._block(LINEAR, layer_params)
+            block = self._whole_block(LINEAR, layer_params)
             assert isinstance(block.mixer, GatedDeltaNet)
-            old = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), (cache.state, cache.tails)
-            )
-            state, tails = jax.tree.map(lambda x: jnp.where(fresh_S.reshape(-1, *[1] * (x.ndim - 1)), 0, x), old)
-            y, *seen = block.mixer.extend(block.mixer_norm(x_STD), state, tails, length_S, self._kernels)
-            # The whole cache is carried and updated in place; as a scanned input it would be copied every step.
+            empty = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), (cache.state, cache.tails))
+            y, *seen = block.mixer.extend(block.mixer_norm(x_STD), *empty, length_S, self._kernels)
+            # The whole cache is carried and updated in place; as a scanned output it would be copied once more.
             state, tails = jax.tree.map(lambda x, y: x.at[number].set(y), (cache.state, cache.tails), tuple(seen))
             cache = dataclasses.replace(cache, state=state, tails=tails)
-            return (block.feed_forward(x_STD + y), cache), None
+            return (sharding.divide_rows(self.mesh, block.feed_forward(x_STD + y)), cache), None
 
         def full(carry, numbered):
             (x_STD, cache), (number, layer_params) = carry, numbered
-            block = self._block(FULL, layer_params)
+            block = self._whole_block(FULL, layer_params)
             assert isinstance(block.mixer, GatedAttention)
             q, k, v, gate = block.mixer.qkv_gate(block.mixer_norm(x_STD), rope)
-            cache = dataclasses.replace(
-                cache,
-                k=cache.k.at[number, row_S1, write_ST].set(k.astype(cache.k.dtype), mode="drop"),
-                v=cache.v.at[number, row_S1, write_ST].set(v.astype(cache.v.dtype), mode="drop"),
-            )
-            x_STD = x_STD + block.mixer.out(attend(q, k, v, cache, number, position_ST), gate)
-            return (block.feed_forward(x_STD), cache), None
+            x_STD = x_STD + block.mixer.out(packed_attention(q, k, v, segment_ST, implementation=self.attention), gate)
+            k, v = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype) for x in (k, v))
+            cache = dataclasses.replace(cache, k=cache.k.at[number].set(k), v=cache.v.at[number].set(v))
+            return (sharding.divide_rows(self.mesh, block.feed_forward(x_STD)), cache), None
 
-        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype)
-        x_STD, cache = self._scan({LINEAR: linear, FULL: full}, (x_STD, cache), params)
+        x_STD = embed(params, tokens_ST, valid_ST, self.compute_dtype, mesh=self.mesh)
+        carry = (x_STD, self.init_cache(rows, length, dtype))
+        x_STD, cache = self._scan({LINEAR: linear, FULL: full}, carry, params)
         return self._final_norm(params, x_STD), cache
+
+    def decode(
+        self,
+        params: Params,
+        cache: Cache,
+        token_S: jax.Array,
+        position_S: jax.Array,
+        active_S: jax.Array,
+        *,
+        context: int | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        assert isinstance(cache, HybridCache)
+        rows, length_S = len(token_S), active_S.astype(jnp.int32)
+        rope = rope_table(self.config, position_S[:, None])
+        x_S1D = embed(params, token_S[:, None], active_S[:, None], self.compute_dtype)
+        written: dict[str, list] = {LINEAR: [], FULL: []}
+        for kind in self.config.layer_types:
+            number = len(written[kind])
+            block = self._block(kind, params[_STACKS[kind]][number])
+            x, mixer = block.mixer_norm(x_S1D), block.mixer
+            if isinstance(mixer, GatedDeltaNet):
+                whole = cache.state[number], Tails(*(tail[number] for tail in cache.tails))
+                old = jax.tree.map(lambda x: x[:rows], whole)
+                y, *new = mixer.extend(x, *old, length_S, self._kernels)
+                written[kind].append(jax.tree.map(lambda x, y: x.at[:rows].set(y), whole, tuple(new)))
+            else:
+                q, k, v, gate = mixer.qkv_gate(x, rope)
+                o, *kv = decode_attention(
+                    q, k, v, cache.k[number], cache.v[number], position_S, active_S, context=context,
+                    implementation=self.attention, mesh=self.mesh,
+                )  # fmt: skip
+                y = mixer.out(o, gate)
+                written[kind].append(tuple(kv))
+            x_S1D = block.feed_forward(x_S1D + y)
+        (state, tails), (k, v) = zip(*written[LINEAR]), zip(*written[FULL])
+        after = HybridCache(k=k, v=v, state=state, tails=Tails(*zip(*tails)))
+        return self._final_norm(params, x_S1D[:, 0]), after
+
+    def axis_sizes(self) -> dict[str, dict[str, int]]:
+        c, sizes = self.config, super().axis_sizes()
+        linear = {"linear_num_key_heads": c.linear_key_heads, "linear_num_value_heads": c.linear_value_heads}
+        return sizes | {"heads": sizes["heads"] | linear}
 
     def logical_axes(self) -> dict[str, Any]:
         def layers(kind: str) -> dict[str, Any]:
@@ -273,7 +286,7 @@ class Qwen35Model(Model):
             return jax.tree.map(lambda axes: ("layers", *axes), axes, is_leaf=lambda x: isinstance(x, tuple))
 
         stacks = {name: layers(kind) for kind, name in _STACKS.items()}
-        axes = {"embedding": ("vocab", "embed"), **stacks, "final_norm": ("embed",)}
+        axes = {"embedding": ("vocab", "embed"), **stacks, "final_norm": (None,)}
         return axes if self.config.tie_embeddings else axes | {"head": ("vocab", "embed")}
 
 

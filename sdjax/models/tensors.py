@@ -56,6 +56,15 @@ class Part:
     begin: int
     end: int
 
+    def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads the part ``index`` of this layer, in our layout. stored: a tensor of which slices can be read."""
+        tensor = self.tensor
+        where = list(index[::-1] if tensor.transpose else index)
+        if tensor.unit_axis is not None:
+            where.insert(tensor.unit_axis, slice(None))
+        begin, end, _ = where[0].indices(self.end - self.begin)
+        return tensor.from_checkpoint(stored[(slice(self.begin + begin, self.begin + end), *where[1:])])
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -87,5 +87,5 @@ def _restore_newest(session: Session, folder: Path) -> str:
         params = checkpoints.restore(saved[-1], weights.join(updater.init(session.params)))["params"]
     finally:
         checkpoints.close()
-    session.engine.update_weights(session.engine_params(params), saved[-1])
+    session.engine.update_weights(params, saved[-1])
     return f"{folder / str(saved[-1])} (after {saved[-1]} updates)"

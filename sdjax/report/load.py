@@ -50,7 +50,7 @@ def load_run(path: Path | str) -> Run:
     if not path.is_dir() or not any((path / name).exists() for name in _CONTENT):
         raise RunDirError(f"{path} is not a run directory.", "give directories that hold a config.json.")
     warnings: list[str] = []
-    config = _json_object(path / "config.json", warnings)
+    config = json_object(path / "config.json", warnings)
     if not (path / "config.json").exists():
         warnings.append("config.json is missing: method, environment and model are unknown.")
     env = str(_nested(config, "env", "name") or "unknown")
@@ -66,12 +66,12 @@ def load_run(path: Path | str) -> Run:
         path=path,
         method=str(_nested(config, "method", "name") or "unknown"),
         env=env,
-        model=_model_name(config),
+        model=model_name(config),
         seed=_nested(config, "seed"),
         state=state,
         failure=failure,
         config=config,
-        provenance=_json_object(path / "provenance.json", warnings),
+        provenance=json_object(path / "provenance.json", warnings),
         steps=steps,
         metrics=metrics,
         attempts=max([attempts, *(phase.attempt for phase in ledger)]),
@@ -112,8 +112,11 @@ def find_runs(paths: Sequence[Path | str]) -> list[Path]:
 def _is_run(config: Path) -> bool:
     if (config.parent / "metrics.jsonl").exists() or (config.parent / "LOCK").exists():
         return True
-    content = _json_object(config, [])
-    # A Hugging Face model directory has a config.json too.
+    return _is_config(json_object(config, []))
+
+
+def _is_config(content: Mapping[str, Any]) -> bool:
+    """Whether it is a run's resolved config; a Hugging Face model directory has a config.json too."""
     return isinstance(content.get("method"), Mapping) and isinstance(content.get("env"), Mapping)
 
 
@@ -150,9 +153,39 @@ def _load_all(paths: Sequence[Path]) -> list[list[Run]]:
 
 
 def load_path(path: Path | str) -> list[Run]:
-    """The run of a directory, or the runs of a metrics log (see `load_run`, `sdjax.report.logs.load_logs`)."""
+    """The run of a directory, or the runs of a metrics log (see `load_run`, `sdjax.report.logs.load_logs`).
+
+    A resolved config alone is a run that is planned.
+    """
     path = Path(path)
+    if path.is_file() and path.suffix == ".json" and _is_config(json_object(path, [])):
+        return [_planned(path)]
     return logs.load_logs(path) if path.is_file() else [load_run(path)]
+
+
+def _planned(path: Path) -> Run:
+    config = json_object(path, [])
+    return Run(
+        path=path,
+        method=str(_nested(config, "method", "name") or "unknown"),
+        env=str(_nested(config, "env", "name") or "unknown"),
+        model=model_name(config),
+        seed=_nested(config, "seed"),
+        state="not run",
+        failure={},
+        config=config,
+        provenance={},
+        steps=(),
+        metrics={},
+        attempts=0,
+        validations=(),
+        final=(),
+        sampling={"validation": {}, "final": {}},
+        ledger=(),
+        rollout_files=(),
+        warnings=(),
+        name=path.stem,
+    )
 
 
 def _without_copies(runs: Sequence[Run]) -> list[Run]:
@@ -305,7 +338,7 @@ def _state(path: Path, warnings: list[str], *, started: bool) -> tuple[str, Mapp
     if (path / "DONE.json").exists():
         return "done", {}
     if (path / "FAILED.json").exists():
-        return "failed", _json_object(path / "FAILED.json", warnings)
+        return "failed", json_object(path / "FAILED.json", warnings)
     return ("unfinished" if started else "not run"), {}
 
 
@@ -346,7 +379,8 @@ def _is_torn(path: Path) -> bool:
         return True
 
 
-def _json_object(path: Path, warnings: list[str]) -> dict[str, Any]:
+def json_object(path: Path, warnings: list[str]) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is none; what is wrong with it is added to ``warnings``."""
     if not path.exists():
         return {}
     try:
@@ -377,6 +411,7 @@ def _nested(config: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
-def _model_name(config: Mapping[str, Any]) -> str:
-    path = _nested(config, "model", "path") or _nested(config, "model", "name")
-    return Path(str(path)).name if path else "unknown"
+def model_name(config: Mapping[str, Any]) -> str:
+    """The model's name in a resolved config: its own, else the last part of its path."""
+    name = _nested(config, "model", "name") or _nested(config, "model", "path")
+    return Path(str(name)).name if name else "unknown"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from sdjax.errors import EnvError
+from sdjax.errors import CompletionLost, EnvError
 from sdjax.rollout import prefix_tree
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Assignment, Player, Trajectory, Turn
@@ -115,7 +115,7 @@ class Continuations:
         """At most one branch for each of ``groups``, all groups at the same time; the result depends on seeds alone.
 
         Raises:
-          SdjaxError: anything but an environment's failure, which counts as a failed continuation.
+          SdjaxError: anything but a failure of an environment or of one completion, which counts as a failed continuation.
         """
         wanted = sorted(set(groups))
         members: Mapping[int, list[Trajectory]] = {g: [] for g in wanted}
@@ -165,7 +165,7 @@ class Continuations:
             environment = self.player.benchmark.make()
             try:
                 return await self._play(environment, student, node.depth, assignment, counts)
-            except EnvError:
+            except (EnvError, CompletionLost):
                 continue
             finally:
                 await environment.close()

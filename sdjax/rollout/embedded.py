@@ -9,7 +9,7 @@ answered together ask together again and are prefilled in one batch.
 import asyncio
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ class EmbeddedEngine:
     of the batch shape. All calls must come from one event loop at a time; not thread-safe.
 
     Args:
-      params: used as they are, without a copy; ``update_weights`` must follow when the trainer donates them.
+      params: copied into the engine's own layout and the compute dtype, except for what has that already;
+        ``update_weights`` must follow when the trainer donates them.
       stop_ids: every id that ends an answer (all eos ids of the generation config); included in the output.
       sampling_mask_V: bool [V], True on ids that may be drawn.
       slots: completions decoded at the same time.
@@ -44,8 +45,9 @@ class EmbeddedEngine:
       prefill_buckets: prompt lengths that prefill calls are padded to; ``max_length`` is always one of them.
       decode_chunk: tokens drawn per device call; the host looks at the results in between.
       cache_dtype: of keys and values; default is the model's compute dtype.
-      mesh: spreads the slots over all its axes but 'tensor' where these divide ``slots``; sharded parameters are then
-        gathered for the time of each device call.
+      mesh: spreads the slots over all its axes but 'tensor' where these divide ``slots``; each device then holds all
+        parameters in the compute dtype.
+      prepare: makes what the engine keeps from the trainer's parameters (default: ``embedded_steps.engine_params``).
       version: version of ``params``, recorded with each completion.
 
     Raises:
@@ -66,12 +68,12 @@ class EmbeddedEngine:
         decode_chunk: int = 8,
         cache_dtype: Any = None,
         mesh: jax.sharding.Mesh | None = None,
+        prepare: Callable[[Params], Params] | None = None,
         version: int = 0,
     ):
         _check_sizes(model, sampling_mask_V, stop_ids, slots, max_length, prefill_rows, decode_chunk)
         self.stats = EngineStats(extra={"prefill_calls": 0, "decode_calls": 0, "decode_slots": 0, "cancelled": 0})
         self._model = model
-        self._params = params
         self._version = version
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self._stop_K = jnp.asarray(sorted(self._stop_ids), jnp.int32)
@@ -84,6 +86,10 @@ class EmbeddedEngine:
         self._chunk = decode_chunk
         self._cache_dtype = jnp.dtype(model.compute_dtype if cache_dtype is None else cache_dtype)
         self._sharding = None if mesh is None else steps.rows_sharding(mesh, slots)
+        self._shapes = _shapes(params)
+        whole = mesh if self._sharding is not None else None
+        self._prepare = prepare or (lambda params: steps.engine_params(model, params, whole))
+        self._params = self._prepare(params)
         self._cache: Cache | None = None
         self._table = scheduler.SlotTable(slots)
         self._arrivals = 0
@@ -123,16 +129,17 @@ class EmbeddedEngine:
                 f"weights of version {version} arrived while {len(self._table.outstanding())} requests are in flight.",
                 "await or cancel all completions before updating the weights.",
             )
-        if _shapes(params) != _shapes(self._params):
+        if _shapes(params) != self._shapes:
             raise EngineError(
                 f"weights of version {version} differ in structure or shape from version {self._version}.",
                 "make a new engine for another model.",
             )
-        self.release()
-        self._params = params
+        self.sleep()
+        self._params = {}  # both together would be twice the model on every device
+        self._params = self._prepare(params)
         self._version = version
 
-    def release(self) -> None:
+    def sleep(self) -> None:
         """Frees the cache's memory until the next request.
 
         Raises:

@@ -20,12 +20,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to draw. ``seed`` comes from ``sdjax.seeds.derive_seed``; ``name`` is for messages and logs."""
+    """One completion to draw. ``seed`` comes from ``sdjax.seeds.derive_seed``; ``name`` is for messages and logs.
+
+    session: the same for all turns of one episode, so that an engine of several servers can keep them together.
+    """
 
     prompt: np.ndarray  # [P] int32
     seed: int
     sampling: SamplingParams
     name: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Engine(Protocol):
     async def generate(self, request: Request) -> Completion: ...
 
     def update_weights(self, params: Any, version: int) -> None: ...
+
+    def sleep(self) -> None:
+        """Gives memory back that nobody needs until the next ``update_weights``."""
+        ...
 
     def health(self) -> dict[str, Any]: ...
 

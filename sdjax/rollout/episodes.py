@@ -1,7 +1,7 @@
 """Plays episodes: one coroutine each, environment and engine in turn, no barrier between episodes.
 
-An episode that fails on its environment is played again on a fresh one and then recorded as failed: data, not a crash
-and not a reward.
+An episode that fails on its environment, or loses a completion, is played again on a fresh environment and then
+recorded as failed: data, not a crash and not a reward.
 """
 
 import asyncio
@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sdjax import interrupt
 from sdjax.envs.base import Benchmark, Environment, Observation, Status
 from sdjax.envs.prompts import PromptTemplate, project
-from sdjax.errors import DataError, EnvError
+from sdjax.errors import CompletionLost, DataError, EnvError
 from sdjax.models.tokenizer import Tokenizer
 from sdjax.rollout.engine import Engine, Request, SamplingParams
 from sdjax.seeds import derive_seed
@@ -56,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One played episode. ``status`` is a Status value, or "error" when the environment failed for good."""
+    """One played episode. ``status`` is a Status value, or "error" when the environment or the engine failed for good."""
 
     assignment: Assignment
     status: str
@@ -94,7 +95,7 @@ class Player:
     overlong: Literal["error", "cut_left", "drop_history"] = "error"
 
     async def play(self, assignment: Assignment, sampling: SamplingParams) -> Trajectory:
-        """Plays one episode, on a fresh environment after each environment failure."""
+        """Plays one episode, on a fresh environment after each failure of the environment or of one completion."""
         env_seed = derive_seed(self.run_seed, f"{assignment.purpose}/env", step=assignment.step, task=assignment.task)
         attempts = 0
         while True:
@@ -106,7 +107,7 @@ class Player:
                 finally:
                     await environment.close()
                 return replace(played, attempts=attempts)
-            except EnvError as error:
+            except (EnvError, CompletionLost) as error:
                 if attempts <= self.retries:
                     continue
                 return Trajectory(
@@ -146,6 +147,7 @@ class Player:
         past = [(turn.observation.text, turn.action) for turn in turns]
         total, score, status = 0.0, 0.0, Status.RUNNING
         while status is Status.RUNNING:
+            interrupt.check()
             prompt, overlong = self.prompt(observation, past, assignment.task)
             seed = derive_seed(
                 self.run_seed,
@@ -158,7 +160,9 @@ class Player:
             name = f"{assignment.purpose} {assignment.task} sample {assignment.sample} turn {len(turns)}"
             acting_prompt = None if acting is None else acting(prompt)
             seen = prompt if acting_prompt is None else acting_prompt
-            completion = await self.engine.generate(Request(seen, seed, sampling, name))
+            completion = await self.engine.generate(Request(seen, seed, sampling, name, session_of(assignment)))
+            if completion.finish == "abort":  # what it holds is no action that the policy chose
+                raise CompletionLost(f"{name}: the engine gave up after {len(completion.tokens)} tokens.")
             text = self.tokenizer.decode(completion.tokens)
             projection = project(text, self.template)
             result = await environment.step(projection.action)
@@ -221,6 +225,11 @@ class Player:
             shown = shown[-self.template.history :][1:] if self.template.history > 0 else []
 
 
+def session_of(assignment: Assignment) -> str:
+    """The same for all turns of an episode, and for each of its tries."""
+    return f"{assignment.purpose}/{assignment.step}/{assignment.trajectory}"
+
+
 def play_all(
     player: Player,
     assignments: Sequence[Assignment],
@@ -229,7 +238,7 @@ def play_all(
 ) -> list[Trajectory]:
     """Plays all episodes at the same time; returns them in the order of ``assignments``.
 
-    The first error that is not an environment's cancels the rest and is raised.
+    The first error that ends more than an episode cancels the rest and is raised.
     """
 
     async def one(assignment: Assignment) -> Trajectory:

@@ -56,7 +56,7 @@ class Optimizer:
 
     def put(self, arrays: Any) -> Any:
         """Moves packed host arrays to the devices, rows split over the data axes."""
-        return jax.tree.map(lambda x: jax.device_put(x, self._batch), arrays)
+        return jax.tree.map(lambda x: sharding.put(x, self._batch), arrays)
 
     def _shape(self, extra_tokens: int = 0) -> Shape:
         # One segment less than the kernel allows: padding is one too.
@@ -154,7 +154,7 @@ class Optimizer:
                 grads, sums = self._accumulate_suffix(state["params"], grads, tail, suffix, coefficients.suffix)
                 loss += coefficients.suffix * sums["loss"]
                 add_sums(suffix_totals, sums)
-            state, norm = self.updater.apply(state, grads, jnp.float32(learning_rate))
+            state, norm = self.updater.apply(state, grads, np.float32(learning_rate))
             norms.append(float(norm))
             losses.append(loss)
             on_minibatch()
@@ -181,7 +181,7 @@ class Optimizer:
             top_ids, top_logps = self.put((suffix.top_ids_SLK[places], suffix.top_logps_SLK[places]))
             weight, inputs = self.put((p.gather(suffix.weight_SL), p.device_arrays()))
             grads, part = self.updater.suffix_gradient(
-                params, grads, inputs, top_ids, top_logps, weight, jnp.float32(coefficient)
+                params, grads, inputs, top_ids, top_logps, weight, np.float32(coefficient)
             )
             add_sums(sums, part)
         return grads, jax.device_get(sums)
@@ -214,10 +214,10 @@ class Optimizer:
         tokens = float(batch.mask_NL[rows].sum()) + _EPS
         auxiliary_tokens = tokens if auxiliary_NL is None else float(auxiliary_NL[rows].sum()) + _EPS
         return Scales(
-            surrogate=jnp.float32(coefficients.surrogate / tokens / parts),
-            kl=jnp.float32(self._kl(coefficients) / tokens / parts),
-            entropy=jnp.float32(self._entropy(coefficients) / tokens / parts),
-            auxiliary=jnp.float32(coefficients.auxiliary / auxiliary_tokens / parts),
+            surrogate=np.float32(coefficients.surrogate / tokens / parts),
+            kl=np.float32(self._kl(coefficients) / tokens / parts),
+            entropy=np.float32(self._entropy(coefficients) / tokens / parts),
+            auxiliary=np.float32(coefficients.auxiliary / auxiliary_tokens / parts),
         )
 
     def _accumulate(self, params, grads, rows, batch: RowBatch, fields, sequences: Sequences, scales: Scales):

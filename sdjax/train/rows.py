@@ -1,5 +1,6 @@
 """From trajectories to the rows of one global step (methods.md, sections 2 and 3.1)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -13,6 +14,7 @@ from sdjax.envs.prompts import Protocol
 from sdjax.methods.base import RowBatch
 from sdjax.rollout.episodes import Trajectory, Turn
 
+_CLONED = 1e-6  # identical samples that are less likely than that are not chance
 _ROW_BUCKET = 256  # advantage kernels see a multiple of this many rows, so they compile a handful of times
 
 
@@ -141,6 +143,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rows: Sequence[Row], bat
         "rollout/episode_turns_mean": sum(len(t.turns) for t in played) / n,
         "rollout/rows": float(len(rows)),
         "rollout/identical_groups": float(sum(_identical(m) for m in groups.values())),
+        "rollout/cloned_groups": float(sum(_identical(m) and _chance(m) < _CLONED for m in groups.values())),
     }
     if turns:
         metrics |= {
@@ -167,6 +170,12 @@ def _shared_actions(rows: Sequence[Row]) -> float:
 
 
 def _identical(group: Sequence[Trajectory]) -> bool:
-    """True if all samples of a group drew the same tokens: seeds or sampling are broken."""
+    """True if all samples of a group drew the same tokens: a sharp policy, or seeds or sampling are broken."""
     first = [t.response.tolist() for t in group[0].turns]
     return len(group) > 1 and all([t.response.tolist() for t in other.turns] == first for other in group[1:])
+
+
+def _chance(group: Sequence[Trajectory]) -> float:
+    """Probability that the other samples of a group draw the tokens of the first, by its own log-probabilities."""
+    logp = sum(float(turn.engine_logps.sum()) for turn in group[0].turns)
+    return math.exp(min(0.0, logp * (len(group) - 1)))

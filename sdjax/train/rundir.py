@@ -13,7 +13,9 @@ import platform
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,15 @@ import jax
 from sdjax import config as config_lib
 from sdjax import jsonl
 from sdjax.errors import RunDirError, SdjaxError
+from sdjax.interrupt import Interrupted
+from sdjax.train import distributed
 
-LOCKED_EXIT_CODE = 75  # EX_TEMPFAIL: launchers may try again later
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "tokenizers", "numpy")
+
+
+# Files by which a run knows how far it is.
+_PROGRESS = ("*.json", "*.jsonl", "teacher_prompt_*.txt", "final_eval/*.jsonl")
+_MEETING_S = 600.0
 
 
 class Locked(RunDirError):
@@ -34,8 +42,9 @@ class Locked(RunDirError):
 class RunDir:
     """Paths and small files of one run. Use as a context manager: the lock lives as long as the block."""
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, *, checkpoints: Path | None = None):
         self.path = Path(path)
+        self._checkpoints = checkpoints or self.path / "checkpoints"
         self._lock = None
 
     def __enter__(self) -> "RunDir":
@@ -77,7 +86,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        return (self.path / "checkpoints").absolute()
+        return self._checkpoints.absolute()
 
     @property
     def done(self) -> Path:
@@ -153,8 +162,51 @@ class RunDir:
         with contextlib.suppress(OSError):  # a full disk must not hide the error that ended the run
             write_json(self.path / "FAILED.json", record)
 
+    @contextlib.contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """What fails inside the block ends up in FAILED.json; an interruption is no failure."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except SdjaxError as error:
+            self.fail(error)
+            raise
+
     def clear_failure(self) -> None:
         (self.path / "FAILED.json").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def open_run(path: Path) -> Iterator[RunDir]:
+    """The run directory of this process.
+
+    In a run over several processes it is that of process 0. The others write all but checkpoints, which are common,
+    into a temporary directory that begins with what tells a run how far it is.
+
+    Raises:
+      RunDirError: as ``RunDir``. ProcessesError: the other processes do not come, or this one waits for process 0 in
+        vain, which may have found the directory locked.
+    """
+    if not distributed.several():
+        with RunDir(path) as directory:
+            yield directory
+        return
+    if distributed.is_first():
+        with RunDir(path) as directory:
+            distributed.barrier("the run directory is open", timeout_s=_MEETING_S)
+            distributed.barrier("the run directory was read", timeout_s=_MEETING_S)
+            yield directory
+        return
+    distributed.barrier("the run directory is open", timeout_s=_MEETING_S)
+    with tempfile.TemporaryDirectory(prefix="sdjax-process-") as own:
+        for source in (source for pattern in _PROGRESS for source in path.glob(pattern)):
+            copy = Path(own) / source.relative_to(path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, copy)
+        distributed.barrier("the run directory was read", timeout_s=_MEETING_S)
+        with RunDir(own, checkpoints=path / "checkpoints") as directory:
+            yield directory
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -163,6 +215,15 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """What ``provenance.json`` of a run directory says; empty if it is missing or damaged."""
+    try:
+        value = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def provenance(plain_config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Builds what every mode needs from a config: benchmark, model, engine, player."""
 
 import dataclasses
-import functools
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sdjax import sharding
@@ -18,14 +18,17 @@ from sdjax.envs.prompts import PromptTemplate, Protocol, load_protocol
 from sdjax.models import cudnn, load_checkpoint, resolve_checkpoint
 from sdjax.models.base import Model
 from sdjax.models.tokenizer import Tokenizer
-from sdjax.rollout.embedded import EmbeddedEngine
 from sdjax.rollout.engine import Engine
+from sdjax.rollout.engines import make_engine
 from sdjax.rollout.episodes import Player
+from sdjax.rollout.shared import SharedEngine
+from sdjax.train import distributed
+from sdjax.train.teacher_weights import Reference
 
 
 @dataclass(frozen=True)
 class Session:
-    """Everything of a run that does not change while it trains. ``params`` are the initial weights, on the mesh."""
+    """Everything of a run that does not change while it trains. ``reference`` holds the initial weights."""
 
     config: RunConfig
     benchmark: Benchmark
@@ -33,33 +36,30 @@ class Session:
     template: PromptTemplate
     protocol: Protocol
     model: Model
-    params: Any
+    reference: Reference
     tokenizer: Tokenizer
     checkpoint_dir: Path
     mesh: Mesh
     engine: Engine
     player: Player
 
-    def engine_params(self, params: Any) -> Any:
-        """The weights as the engine reads them: in the compute dtype, so that decoding moves fewer bytes."""
-        dtype = jnp.dtype(self.config.model.compute_dtype)
-        return params if jnp.dtype(self.config.model.dtype) == dtype else _cast(params, dtype)
+    @property
+    def params(self) -> Any:
+        """The initial weights, on the mesh."""
+        return self.reference.on_device()
 
     def close(self) -> None:
         self.engine.close()
         self.benchmark.close()
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(params: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def open_session(config: RunConfig) -> Session:
+def open_session(config: RunConfig, logs: Path | None = None) -> Session:
     """Loads data, weights and tokenizer, and starts the engine.
 
+    logs: folder for the output of an engine's processes (None: a temporary one).
+
     Raises:
-      DataError, ModelError, ConfigError: with what is missing or does not fit.
+      DataError, ModelError, ConfigError, EngineError: with what is missing or does not fit.
     """
     benchmark = make_benchmark(config.env)
     panel = benchmark.panel(config.eval.panel)
@@ -67,25 +67,16 @@ def open_session(config: RunConfig) -> Session:
     protocol = load_protocol(config.env.name)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     model, params, tokenizer = load_checkpoint(
-        config.model.path, dtype=config.model.dtype, compute_dtype=config.model.compute_dtype
+        config.model.path, dtype=config.model.dtype, compute_dtype=config.model.compute_dtype, mesh=mesh
     )
     attention = cudnn.resolve(config.model.attention, config.model.compute_dtype)
     model = dataclasses.replace(model, attention=attention)
-    params = jax.device_put(params, sharding.parameter_shardings(mesh, model.logical_axes(), params))
     rollout = config.rollout
-    engine = EmbeddedEngine(
-        model,
-        params,
-        stop_ids=tokenizer.stop_ids,
-        sampling_mask_V=tokenizer.sampling_mask_V,
-        slots=rollout.slots,
-        # An acting teacher's prompts are longer by its own budget.
-        max_length=rollout.max_length + (config.teacher.privileged_tokens if config.method.acts else 0),
-        prefill_rows=rollout.prefill_rows,
-        decode_chunk=rollout.decode_chunk,
-        cache_dtype=rollout.cache_dtype,
-        mesh=mesh,
-    )
+    checkpoint = resolve_checkpoint(config.model.path)
+    logs = Path(tempfile.gettempdir()) / f"sdjax-logs-{os.getpid()}" if logs is None else logs
+    engine = make_engine(config, model, params, tokenizer, mesh, checkpoint=checkpoint, logs=logs)
+    if jax.process_count() > 1:
+        engine = SharedEngine(engine, distributed.Channel())
     player = Player(
         benchmark=benchmark,
         engine=engine,
@@ -97,22 +88,20 @@ def open_session(config: RunConfig) -> Session:
         retries=rollout.retries,
         overlong=protocol.overlong_prompt,
     )
-    session = Session(
+    return Session(
         config=config,
         benchmark=benchmark,
         panel=panel,
         template=template,
         protocol=protocol,
         model=model,
-        params=params,
+        reference=Reference(params, config.model.reference_memory),
         tokenizer=tokenizer,
-        checkpoint_dir=resolve_checkpoint(config.model.path),
+        checkpoint_dir=checkpoint,
         mesh=mesh,
         engine=engine,
         player=player,
     )
-    engine.update_weights(session.engine_params(params), 0)
-    return session
 
 
 def provenance(session: Session) -> dict[str, Any]:

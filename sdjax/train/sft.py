@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from sdjax import jsonl
+from sdjax import interrupt, jsonl
 from sdjax.config import RunConfig, resolved
 from sdjax.envs.demos import chat_turns, draw, play_experts
 from sdjax.errors import ConfigError, DataError, SdjaxError
 from sdjax.evaluate import evaluation
+from sdjax.interrupt import Interrupted
 from sdjax.losses.masked import masked_sum
 from sdjax.models import save_checkpoint
 from sdjax.seeds import derive_seed
@@ -28,7 +29,7 @@ from sdjax.train.packing import Sequences
 from sdjax.train.progress import Progress
 from sdjax.train.rundir import RunDir
 from sdjax.train.teacher_pass import SkillTeacher
-from sdjax.train.update import Updater, token_logps
+from sdjax.train.update import Updater
 
 
 def expert_rows(run: session.Session, console: Console) -> Sequences:
@@ -76,7 +77,8 @@ class WarmStart:
         directory.clear_failure()
         attempt, _ = directory.new_attempt()
         self.ledger = Ledger(devices=1, attempt=attempt)
-        self.session = session.open_session(config)
+        with directory.recording_failure():
+            self.session = session.open_session(config)
         self.updater = Updater(
             self.session.model, config.method.build(), config.train, 1.0, self.session.tokenizer.sampling_mask_V
         )
@@ -87,6 +89,8 @@ class WarmStart:
     def run(self) -> None:
         try:
             self._train()
+        except Interrupted:
+            raise
         except SdjaxError as error:
             self.directory.fail(error)
             raise
@@ -108,7 +112,8 @@ class WarmStart:
             for step in range(first, sft.steps + 1):
                 with self.ledger.phase("update"):
                     state, record = self._update(state, rows, step)
-                if step % 100 == 0 or step == sft.steps:
+                stopping = interrupt.received() is not None
+                if step % 100 == 0 or step == sft.steps or stopping:
                     with self.ledger.phase("save"):
                         self.checkpoints.save(step, state, {"step": step})
                 seconds, lines = self.ledger.close_step(step)
@@ -116,6 +121,8 @@ class WarmStart:
                 jsonl.append(self.directory.metrics, [{"step": step, **record, **times}])
                 jsonl.append(self.directory.ledger, lines)
                 progress.sft_step(step, record["sft/loss"])
+                if stopping:
+                    interrupt.check()
             self._finish(state, progress)
 
     def _update(self, state: Any, rows: Sequences, step: int) -> tuple[Any, dict[str, float]]:
@@ -147,25 +154,16 @@ class WarmStart:
         return np.array([orders[int(place) // n][place % n] for place in places])
 
     def _add_gradient(self, params, accumulated, batch, scale):
-        def loss_fn(params):
-            logps, _ = token_logps(
-                self.session.model,
-                params,
-                batch,
-                self.updater.sampling_mask_V,
-                temperature=1.0,
-                remat=self.config.train.remat,
-                with_entropy=False,
-            )
-            return -scale * masked_sum(logps, batch["mask_BM"])
+        def function(stats, _, scale):
+            return -scale * masked_sum(stats.logp, stats.mask), None
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
+        (loss, _), grads = self.updater.loss_and_gradient(params, batch, function, (), scale)
         return jax.tree.map(jnp.add, accumulated, grads), loss
 
     def _finish(self, state: Any, progress: Progress) -> None:
         """Validates the result and writes it as a Hugging Face directory."""
         config, run = self.config, self.session
-        run.engine.update_weights(run.engine_params(state["params"]), config.sft.steps)
+        run.engine.update_weights(state["params"], config.sft.steps)
         progress.phase("validation", len(run.panel.task_ids))
         sampling = evaluation.sampling_for(config.eval.temperature, config.rollout.response_tokens)
         played = evaluation.evaluate(

@@ -1,9 +1,29 @@
 """Whose parameters the teacher scores with: those at the start of the step, their moving average, the initial ones."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from sdjax import sharding
+
+
+class Reference:
+    """The initial parameters: the reference policy, and the frozen teacher of the kind ``init``.
+
+    memory: where they wait. In host memory they cost the device nothing but the time to move them for each pass.
+    """
+
+    def __init__(self, params: Any, memory: Literal["device", "host"]):
+        self._memory: Literal["device", "host"] = memory
+        self.set(params)
+
+    def set(self, params: Any) -> None:
+        self._waiting = params if self._memory == "device" else sharding.to_memory(params, "host")
+
+    def on_device(self) -> Any:
+        """The parameters to compute with; from host memory a copy, which is to be dropped after use."""
+        return self._waiting if self._memory == "device" else sharding.to_memory(self._waiting, "device")
 
 
 class TeacherWeights:
@@ -19,9 +39,9 @@ class TeacherWeights:
         if self.kind == "ema":
             self.average = _copy(params)
 
-    def current(self, params: Any, initial: Any) -> Any:
-        """What scores: ``params`` are those of the student now, ``initial`` those of the reference policy."""
-        return {"theta_old": params, "ema": self.average, "init": initial}[self.kind]
+    def current(self, params: Any, reference: Reference) -> Any:
+        """What scores: ``params`` are those of the student now."""
+        return reference.on_device() if self.kind == "init" else {"theta_old": params, "ema": self.average}[self.kind]
 
     def update(self, params: Any) -> None:
         """Once per global step, after its last update."""

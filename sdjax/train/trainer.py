@@ -6,7 +6,9 @@ updates.
 """
 
 import dataclasses
+import json
 import math
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +16,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sdjax import jsonl
+from sdjax import interrupt, jsonl
 from sdjax.config import RunConfig, resolved
 from sdjax.errors import CheckpointError, EngineError, SdjaxError
 from sdjax.evaluate import evaluation
+from sdjax.interrupt import Interrupted
 from sdjax.methods.base import Advantages, RowBatch
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Assignment, Trajectory, play_all
 from sdjax.seeds import derive_seed
-from sdjax.train import batch_file, rundir, session, transcripts
+from sdjax.train import batch_file, distributed, rundir, session, transcripts
 from sdjax.train.acting import ActingTeacher
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import NET, Ledger
@@ -48,6 +51,22 @@ class StepData:
     suffix: SuffixRows | None = None
 
 
+@dataclass(frozen=True)
+class Completed:
+    """What is done so far: ``step`` updates with their record, and the ledger's totals up to there.
+
+    validated: False between the last update and its validation.
+    """
+
+    step: int
+    record: dict[str, Any]
+    totals: dict[str, float]
+    validated: bool
+
+
+_MEETING_S = 3600.0  # the slowest process of a run may be that far behind the first at the end of a step
+
+
 def draw_tasks(task_ids: tuple[str, ...], per_step: int, step: int, seed: int) -> list[str]:
     """Tasks of global step ``step`` (from 1): a new seeded permutation for every pass over the training split."""
     n = len(task_ids)
@@ -71,11 +90,13 @@ class Trainer:
     def __init__(self, config: RunConfig, directory: RunDir, console: Console):
         self.config, self.directory, self.console = config, directory, console
         plain = resolved(config)
+        distributed.agree("configuration", json.dumps(plain, sort_keys=True), timeout_s=_MEETING_S)
         directory.write_config(plain)
         directory.clear_failure()
         attempt, self.log_folder = directory.new_attempt()
         self.ledger = Ledger(devices=config.mesh.data * config.mesh.fsdp * config.mesh.tensor, attempt=attempt)
-        self.session = session.open_session(config)
+        with directory.recording_failure():
+            self.session = session.open_session(config, self.log_folder)
         rundir.write_json(
             directory.path / "provenance.json", rundir.provenance(plain, session.provenance(self.session))
         )
@@ -100,19 +121,29 @@ class Trainer:
         )
         self.train_tasks = self.session.benchmark.task_ids(config.env.train_split)
         self.state: Any = None
-        self.reference: Any = None
         self.first_step = 1
+        self._completed: Completed | None = None
+        self._saved = -1  # step of the newest checkpoint
 
     def run(self) -> None:
-        """Trains, evaluates and marks the run done. Raises SdjaxError with the boundary that failed."""
+        """Trains, evaluates and marks the run done.
+
+        Raises:
+          Interrupted: a signal asked for the end; what was completed is saved.
+          SdjaxError: with the boundary that failed.
+        """
         try:
             self._start()
             with Progress(self.console, self.config.name, self.config.train.steps, self.first_step - 1) as progress:
                 for step in range(self.first_step, self.config.train.steps + 1):
+                    self._stop_if_asked()
                     self._step(step, progress)
                 self.checkpoints.wait()
                 self.final_evaluation(progress)
             rundir.write_json(self.directory.done, {"step": self.config.train.steps, "seconds": self.ledger.totals})
+        except Interrupted:
+            self._keep_completed()
+            raise
         except SdjaxError as error:
             self.directory.fail(error)
             raise
@@ -135,36 +166,74 @@ class Trainer:
             like = self.teacher_weights.join(state)
             self.state = self.teacher_weights.split(self.checkpoints.restore(last, like))
             # Restored a second time even if ``last`` is 0: updates donate the buffers of the state.
-            self.reference = self.checkpoints.restore(0, like)["params"]
+            self.session.reference.set(self.checkpoints.restore(0, like)["params"])
             self.directory.trim(last)
-            self._replay_record(last, progress)
             self.ledger.totals |= progress["ledger"]
-            self.first_step = last + 1
-            self.session.engine.update_weights(self.session.engine_params(self.state["params"]), last)
+            self.first_step, self._saved = last + 1, last
+            self.session.engine.update_weights(self.state["params"], last)
             self.console.print(f"{self.config.name}: going on after update {last}")
             self.ledger.begin()
+            self._complete_record(last, progress)
             return
         self.directory.trim(-1)
-        self.state, self.reference = state, self.session.params
+        self.state = state
         self.ledger.begin()
         with Progress(self.console, self.config.name, self.config.train.steps, 0) as progress:
             record = self._validate(0, progress)
             self._finish_step(0, record, force_save=True)
 
-    def _replay_record(self, step: int, progress: dict[str, Any]) -> None:
-        """The process may have died between a checkpoint and its metrics line: the checkpoint carries a copy."""
-        if not any(r["step"] == step for r in jsonl.read(self.directory.metrics)):
-            jsonl.append(self.directory.metrics, [progress["record"]])
+    def _complete_record(self, step: int, saved: dict[str, Any]) -> None:
+        """The process may have ended between a checkpoint and its metrics line: the checkpoint carries a copy.
+
+        If it was interrupted between an update and its validation, the copy lacks the validation, which is played now.
+        """
+        self._completed = Completed(step, saved["record"], dict(self.ledger.totals), saved["validated"])
+        if any(r["step"] == step for r in jsonl.read(self.directory.metrics)):
+            self._completed = dataclasses.replace(self._completed, validated=True)
+        elif saved["validated"]:
+            jsonl.append(self.directory.metrics, [saved["record"]])
+        else:
+            with Progress(self.console, self.config.name, self.config.train.steps, step) as progress:
+                self._finish_step(step, saved["record"] | self._validate(step, progress))
+
+    def _stop_if_asked(self) -> None:
+        """Between two steps all processes of a run stop together; one that is alone also stops within a step."""
+        number = interrupt.received()
+        if distributed.any_process("interrupt", number is not None, timeout_s=_MEETING_S):
+            raise Interrupted(number or signal.SIGTERM)
+
+    def _keep_completed(self) -> None:
+        """Saves what was completed since the newest checkpoint. What was under way is lost time: it is done again."""
+        done = self._completed
+        if done is None:
+            return
+        if done.step > self._saved:
+            self._save(done)
+        self.checkpoints.wait()
+        _, lines = self.ledger.close_step(done.step + done.validated)
+        lost = {"validation"} if not done.validated else {line["phase"] for line in lines}
+        jsonl.append(
+            self.directory.ledger,
+            [{**r, "phase": "lost", "lost_phase": r["phase"]} if r["phase"] in lost else r for r in lines],
+        )
+
+    def _save(self, done: Completed) -> None:
+        progress = {"step": done.step, "ledger": done.totals, "record": done.record, "validated": done.validated}
+        self.checkpoints.save(done.step, self.teacher_weights.join(self.state), progress)
+        self._saved = done.step
 
     def _step(self, step: int, progress: Progress) -> None:
         data, record = self._rollout(step, progress)
+        interrupt.check()
         if self.actor is not None:
             data, record_acting = self._act(self.actor, step, data, progress)
             record |= record_acting
         data, adv, record_scores = self._score(step, data, progress)
         record |= record_scores
+        interrupt.check()
         progress.phase("update")
         with self.ledger.phase("update"):
+            self.session.engine.sleep()
             coefficients = self.method.coefficients(step, self.config.train.steps)
             self.state, metrics = self.optimizer.update(
                 self.state,
@@ -180,8 +249,10 @@ class Trainer:
             self.teacher_weights.update(self.state["params"])
         record |= metrics
         with self.ledger.phase("sync"):
-            self.session.engine.update_weights(self.session.engine_params(self.state["params"]), step)
+            self.session.engine.update_weights(self.state["params"], step)
         if step % self.config.eval.every == 0 or step == self.config.train.steps:
+            base = {"step": step, "attempt": self.ledger.attempt}
+            self._completed = Completed(step, {**base, **record}, self.ledger.running_totals(), validated=False)
             record |= self._validate(step, progress)
         self._finish_step(step, record)
         progress.step_done(step, record)
@@ -196,7 +267,7 @@ class Trainer:
         ]
         progress.phase("rollout", len(assignments))
         stats = self.session.engine.stats
-        before = dataclasses.replace(stats)
+        before = dataclasses.replace(stats, extra=dict(stats.extra))
         with self.ledger.phase("rollout"):
             trajectories = play_all(
                 self.session.player,
@@ -205,6 +276,7 @@ class Trainer:
                 progress.episode_done,
             )
         rows = make_rows(trajectories)
+        self._agree(step, "episodes", rows)
         if not rows:
             raise EngineError(
                 f"step {step}: none of {len(assignments)} episodes could be played; first error: "
@@ -221,8 +293,20 @@ class Trainer:
             "cost/engine_s": stats.seconds - before.seconds,
             "engine/weight_version": float(rows[0].turn.weight_version),
         }
+        record |= {f"engine/{key}": float(value - before.extra[key]) for key, value in stats.extra.items()}
+        if record["rollout/cloned_groups"]:
+            self.console.print(
+                f"[red]step {step}: all samples of {record['rollout/cloned_groups']:.0f} groups are the same tokens, "
+                "which chance does not explain: the engine gives them one seed"
+            )
         sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
         return StepData(trajectories, rows, batch, sequences), record
+
+    def _agree(self, step: int, what: str, rows: list[Row]) -> None:
+        """All processes of a run must train on the same rows; an environment that differs would go unnoticed."""
+        if distributed.several():
+            lines = [[row.trajectory.ret, row.turn.prompt.tolist(), row.turn.response.tolist()] for row in rows]
+            distributed.agree(f"{what} of step {step}", json.dumps(lines), timeout_s=_MEETING_S)
 
     def _act(
         self, actor: ActingTeacher, step: int, data: StepData, progress: Progress
@@ -239,6 +323,7 @@ class Trainer:
         if extended.example is not None and not path.exists():
             path.write_text(self.session.tokenizer.decode(extended.example, skip_special=False), encoding="utf-8")
         rows = extended.rows
+        self._agree(step, "continuations", rows)
         sequences = Sequences([r.turn.prompt for r in rows], [r.turn.response for r in rows])
         data = dataclasses.replace(data, rows=rows, batch=extended.batch, sequences=sequences, suffix=suffix)
         return data, extended.metrics | {"cost/acting_s": round(time.perf_counter() - start, 6)}
@@ -249,7 +334,7 @@ class Trainer:
         progress.phase("score")
         with self.ledger.phase("score"):
             old_NL = self.optimizer.score(self.state["params"], data.sequences, shape)
-            reference_NL = self.optimizer.score(self.reference, data.sequences, shape)
+            reference_NL = self.optimizer.score(self.session.reference.on_device(), data.sequences, shape)
         batch = dataclasses.replace(data.batch, old_NL=old_NL, reference_NL=reference_NL)
         record = self._engine_gap(step, data.rows, old_NL)
         if self.teacher is not None:
@@ -257,7 +342,7 @@ class Trainer:
             with self.ledger.phase("teacher"):
                 context, metrics = self.teacher.prepare(data.rows, len(batch.ok_N), step)
                 batch = dataclasses.replace(batch, context=context)
-                params = self.teacher_weights.current(self.state["params"], self.reference)
+                params = self.teacher_weights.current(self.state["params"], self.session.reference)
                 selected_N = self.method.select(batch)
                 views, scored = self.teacher.score(self.optimizer, params, data.rows, batch, selected_N)
             batch = dataclasses.replace(batch, views=views)
@@ -336,17 +421,17 @@ class Trainer:
             summary = self.validation.run(step, progress)
             progress.validated(step, summary)
             params = self.state["params"]
-            teacher = lambda: self.teacher_weights.current(params, self.reference)  # noqa: E731
+            teacher = lambda: self.teacher_weights.current(params, self.session.reference)  # noqa: E731
             extra = self.validation.run_extra(step, progress, params, teacher, summary)
         return summary | extra
 
     def final_evaluation(self, progress: Progress) -> None:
-        """K rollout seeds on the panel with the last weights; seeds whose file exists are complete and skipped."""
-        config = self.config
+        """K rollout seeds on the panel with the last weights; seeds whose file is complete are skipped."""
+        config, panel = self.config, self.session.panel
         sampling = evaluation.sampling_for(config.eval.final_temperature, config.rollout.response_tokens)
-        for seed in range(config.eval.final_seeds):
+        for seed in missing_seeds(config, self.directory, len(panel.task_ids), panel.sha256):
             if self.directory.final(seed).exists():
-                continue
+                self.console.print(f"{config.name}: {self.directory.final(seed)} is not whole and is played again")
             progress.phase(f"final evaluation, seed {seed}", len(self.session.panel.task_ids))
             played = evaluation.evaluate(
                 self.session.player,
@@ -362,12 +447,10 @@ class Trainer:
     def _finish_step(self, step: int, record: dict[str, Any], *, force_save: bool = False) -> None:
         """Saves if due, closes the ledger's step and writes the metrics line."""
         config = self.config
-        base = {"step": step, "attempt": self.ledger.attempt}
-        if force_save or step % config.save.every == 0 or step == config.train.steps:
+        record = {"step": step, "attempt": self.ledger.attempt, **record}
+        if step != self._saved and (force_save or step % config.save.every == 0 or step == config.train.steps):
             with self.ledger.phase("save"):
-                totals = self.ledger.running_totals()
-                progress = {"step": step, "ledger": totals, "record": {**base, **record}}
-                self.checkpoints.save(step, self.teacher_weights.join(self.state), progress)
+                self._save(Completed(step, record, self.ledger.running_totals(), validated=True))
         seconds, lines = self.ledger.close_step(step)
         times = {f"time/{phase}_s": round(value, 6) for phase, value in seconds.items()}
         times["time/step_s"] = round(sum(seconds.values()), 6)
@@ -380,27 +463,47 @@ class Trainer:
             "cost/save_gpu_h": totals["save"] * hours,
         }
         jsonl.append(self.directory.ledger, lines)
-        jsonl.append(self.directory.metrics, [{**base, **record, **times, **costs}])
+        jsonl.append(self.directory.metrics, [{**record, **times, **costs}])
+        self._completed = Completed(step, record, dict(totals), validated=True)
+
+
+def missing_seeds(config: RunConfig, directory: RunDir, tasks: int, panel_sha: str) -> list[int]:
+    """Rollout seeds of the final evaluation whose file is not there, or not complete."""
+    return [
+        seed
+        for seed in range(config.eval.final_seeds)
+        if not evaluation.is_complete(
+            directory.final(seed), tasks=tasks, panel_sha=panel_sha, step=config.train.steps
+        )
+    ]
 
 
 def evaluate_only(config: RunConfig, directory: RunDir, console: Console) -> None:
-    """The final evaluation on the last checkpoint of a run: an idempotent job of its own.
+    """The final evaluation on the last checkpoint of a run: an idempotent job of its own. Nothing is loaded if it is
+    complete.
 
     Raises:
       CheckpointError: the run is not trained to its last step; its files would be taken for final scores.
     """
+    last = config.train.steps
+    directory.write_config(resolved(config))
+    panel = rundir.read_provenance(directory.path).get("panel")
+    if panel and not missing_seeds(config, directory, panel["tasks"], panel["sha256"]):
+        console.print(f"{config.name}: the final evaluation is complete; nothing to do.")
+        return
+    # Before anything of the run is touched: a run that failed stays marked as failed.
+    saved = sorted(int(path.name) for path in directory.checkpoints.glob("*") if path.name.isdigit())
+    if last not in saved:
+        raise CheckpointError(
+            f"{directory.path} has no checkpoint of step {last} (it has {', '.join(map(str, saved)) or 'none'}).",
+            "finish the training with --mode=train first.",
+        )
     trainer = Trainer(config, directory, console)
     try:
-        saved, last = trainer.checkpoints.steps(), config.train.steps
-        if last not in saved:
-            raise CheckpointError(
-                f"{directory.path} has no checkpoint of step {last} (it has {', '.join(map(str, saved)) or 'none'}).",
-                "finish the training with --mode=train first.",
-            )
         trainer.teacher_weights.start(trainer.session.params)
         like = trainer.teacher_weights.join(trainer.updater.init(trainer.session.params))
         params = trainer.checkpoints.restore(last, like)["params"]
-        trainer.session.engine.update_weights(trainer.session.engine_params(params), last)
+        trainer.session.engine.update_weights(params, last)
         with Progress(console, config.name, config.train.steps, config.train.steps) as progress:
             trainer.final_evaluation(progress)
     finally:

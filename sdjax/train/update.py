@@ -5,8 +5,7 @@ each part, so that neither micro-batch splits nor data shards change a gradient.
 head.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from sdjax import losses
+from sdjax import losses, sharding
 from sdjax.config import TrainConfig
 from sdjax.losses.masked import masked_sum
 from sdjax.methods.base import Method
-from sdjax.models.base import Model, Prefix, masked_logits
-
-_HEAD_CHUNK = 128  # loss slots whose logits are alive at the same time, per packed row
+from sdjax.models.base import Model, Prefix
+from sdjax.models.embedding import head_weight
+from sdjax.train.head import Head, Loss, Stats
 
 
 @dataclass(frozen=True)
@@ -35,73 +34,6 @@ class Scales:
 
 
 jax.tree_util.register_dataclass(Scales, ["surrogate", "kl", "entropy", "auxiliary"], [])
-
-
-def over_slots(
-    model: Model,
-    params: Any,
-    batch: Mapping[str, Array],
-    sampling_mask_V: Array,
-    function: Callable[..., Any],
-    slots: Sequence[Array],
-    *,
-    remat: bool,
-    prefix: Prefix | None = None,
-) -> Any:
-    """Calls ``function(logits_BCV, *slots_BC)`` on one chunk of loss slots after the other, so that the logits of all
-    slots are never alive together. A chunk that no packed row uses is skipped and gives zeros. Returns the results with
-    the chunks as leading axis; see ``join_chunks``."""
-    tokens, position, segment = (batch[key] for key in ("tokens_BT", "position_BT", "segment_BT"))
-    more: dict[str, Any] = {} if prefix is None else {"prefix": prefix}
-    hidden = model.hidden(params, tokens, position, segment, remat=remat, **more)
-    picked = jnp.take_along_axis(hidden, batch["source_BM"][..., None], axis=1)
-    B, M = picked.shape[:2]
-    chunk = _HEAD_CHUNK if M % _HEAD_CHUNK == 0 else M
-
-    def results(hidden_BCD, *rest):
-        return function(masked_logits(model.logits(params, hidden_BCD), sampling_mask_V), *rest)
-
-    def nothing(*chunks):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results, *chunks))
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def head(_, chunks):
-        used_BC, *rest = chunks
-        # Packed rows fill their slots from the left, and answers are much shorter than the slots reserved for them.
-        return None, jax.lax.cond(used_BC.any(), results, nothing, *rest)
-
-    split = lambda x: jnp.moveaxis(x.reshape(B, M // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
-    return jax.lax.scan(head, None, tuple(split(x) for x in (batch["mask_BM"], picked, *slots)))[1]
-
-
-def join_chunks(x: Array) -> Array:
-    """[chunks, B, C, ...] -> [B, M, ...]."""
-    chunks, B, C = x.shape[:3]
-    return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *x.shape[3:])
-
-
-def token_logps(
-    model: Model,
-    params: Any,
-    batch: Mapping[str, Array],
-    sampling_mask_V: Array,
-    *,
-    temperature: float,
-    remat: bool,
-    with_entropy: bool,
-    prefix: Prefix | None = None,
-) -> tuple[Array, losses.TokenSum | None]:
-    """Log-probabilities [B, M] of the loss slots (0 in unused ones), and the sum of token entropies if wanted."""
-
-    def function(logits, target_BC, mask_BC):
-        logps = jax.nn.log_softmax(logits / temperature, axis=-1)
-        taken = jnp.take_along_axis(logps, target_BC[..., None], axis=-1)[..., 0]
-        entropy = losses.token_entropy(logits, mask_BC, temperature=temperature) if with_entropy else None
-        return jnp.where(mask_BC, taken, 0.0), entropy
-
-    slots = (batch["target_BM"], batch["mask_BM"])
-    logps, entropy = over_slots(model, params, batch, sampling_mask_V, function, slots, remat=remat, prefix=prefix)
-    return join_chunks(logps), jax.tree.map(lambda x: x.sum(0), entropy)
 
 
 def token_loss(
@@ -149,22 +81,44 @@ class Updater:
 
     def __init__(self, model: Model, method: Method, train: TrainConfig, temperature: float, sampling_mask_V: Any):
         self.model, self.method, self.train, self.temperature = model, method, train, temperature
+        self.head = Head(temperature, model.mesh)
         self.sampling_mask_V = jnp.asarray(sampling_mask_V)
         self.optimizer = optax.chain(
             optax.scale_by_adam(b1=train.beta1, b2=train.beta2), optax.add_decayed_weights(train.weight_decay)
         )
-        self.score = jax.jit(self._score)
+        state, params, small = self._shardings()
+        self.init = jax.jit(self._init, out_shardings=state)
+        self.score = jax.jit(self._score, out_shardings=small)
         self.prefix = jax.jit(self._prefix)
-        self.score_behind = jax.jit(self._score_behind)
-        self.gradient = jax.jit(self._gradient, donate_argnums=(1,))
+        self.score_behind = jax.jit(self._score_behind, out_shardings=small)
+        self.gradient = jax.jit(self._gradient, donate_argnums=(1,), out_shardings=(params, small))
         self.cotangent = jax.jit(self._cotangent)
-        self.backpropagate = jax.jit(self._backpropagate, donate_argnums=(1,))
-        self.top_logps = jax.jit(self._top_logps, static_argnames="k")
-        self.suffix_gradient = jax.jit(self._suffix_gradient, donate_argnums=(1,))
-        self.apply = jax.jit(self._apply, donate_argnums=(0,))
+        self.backpropagate = jax.jit(self._backpropagate, donate_argnums=(1,), out_shardings=(params, small))
+        self.top_logps = jax.jit(self._top_logps, static_argnames="k", out_shardings=small)
+        self.suffix_gradient = jax.jit(self._suffix_gradient, donate_argnums=(1,), out_shardings=(params, small))
+        self.apply = jax.jit(self._apply, donate_argnums=(0,), out_shardings=(state, small))
         self.token_weight = jax.jit(method.token_weight)
 
-    def init(self, params: Any) -> dict[str, Any]:
+    def _shardings(self) -> tuple[Any, Any, Any]:
+        """Where the training state, the parameters and small results lie; None: as the compiler likes.
+
+        Small results lie on every device, so that every process of a run can read them.
+        """
+        mesh = self.model.mesh
+        if mesh is None:
+            return None, None, None
+        shapes, small = self.model.shapes(), sharding.replicated(mesh)
+        params = sharding.parameter_shardings(mesh, self.model.logical_axes(), shapes)
+        opt = optax.tree.map_params(
+            self.optimizer,
+            lambda _, place: place,
+            jax.eval_shape(self.optimizer.init, shapes),
+            params,
+            transform_non_params=lambda _: small,
+        )
+        return {"params": params, "opt": opt, "updates": small, "skipped": small}, params, small
+
+    def _init(self, params: Any) -> dict[str, Any]:
         """Training state: parameters, Adam moments, counts of applied and skipped updates.
 
         The parameters are copied, because updates donate their buffers and the initial ones stay as the reference.
@@ -177,20 +131,36 @@ class Updater:
             "skipped": jnp.zeros((), jnp.int32),
         }
 
-    def _logps(self, params, batch, *, with_entropy, remat, prefix=None):
-        return token_logps(
-            self.model,
-            params,
-            batch,
-            self.sampling_mask_V,
-            temperature=self.temperature,
-            remat=remat,
-            with_entropy=with_entropy,
-            prefix=prefix,
-        )
+    def states(self, params: Any, batch: Mapping[str, Array], *, remat: str, prefix: Prefix | None = None) -> Array:
+        """States [B, M, D] that predict the tokens of the loss slots."""
+        tokens, position, segment = (batch[key] for key in ("tokens_BT", "position_BT", "segment_BT"))
+        more: dict[str, Any] = {} if prefix is None else {"prefix": prefix}
+        hidden_BTD = self.model.hidden(params, tokens, position, segment, remat=remat, **more)
+        return jnp.take_along_axis(hidden_BTD, batch["source_BM"][..., None], axis=1)
 
-    def _score(self, params, batch):
-        return self._logps(params, batch, with_entropy=False, remat=False)[0]
+    def loss_and_gradient(
+        self,
+        params: Any,
+        batch: Mapping[str, Array],
+        function: Loss,
+        slots: Any,
+        shared: Any,
+        pick: Array | None = None,
+    ) -> tuple[tuple[Array, Any], Any]:
+        """``Head.loss`` over one packed micro-batch: ((loss, the rest), gradient). ``pick``: the targets."""
+        pick = batch["target_BM"] if pick is None else pick
+
+        def loss(params: Any) -> tuple[Array, Any]:
+            hidden_BMD = self.states(params, batch, remat=self.train.remat)
+            weight_VD, mask_BM = head_weight(params), batch["mask_BM"]
+            return self.head.loss(function, weight_VD, self.sampling_mask_V, hidden_BMD, pick, mask_BM, slots, shared)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    def _score(self, params, batch, prefix=None):
+        hidden_BMD = self.states(params, batch, remat="none", prefix=prefix)
+        slots = (batch["target_BM"], batch["mask_BM"])
+        return self.head.score(head_weight(params), self.sampling_mask_V, hidden_BMD, *slots)
 
     def _prefix(self, params, tokens_FP, length_F):
         """The cache of prefixes that many rows share."""
@@ -198,19 +168,17 @@ class Updater:
 
     def _score_behind(self, params, batch, cache, length_F, index_B):
         """``_score`` of packed rows that each stand behind one of the prefixes in ``cache``."""
-        prefix = Prefix(cache.take(index_B), length_F[index_B])
-        return self._logps(params, batch, with_entropy=False, remat=False, prefix=prefix)[0]
+        return self._score(params, batch, Prefix(cache.take(index_B), length_F[index_B]))
 
     def _gradient(self, params, accumulated, batch, fields, scales):
         """One-pass path: adds the gradient of one micro-batch to ``accumulated``."""
 
-        def loss_fn(params):
-            student, entropy = self._logps(params, batch, with_entropy=True, remat=self.train.remat)
-            assert entropy is not None
-            loss, sums = token_loss(self.method, self.train, student, fields, batch["mask_BM"], scales)
-            return loss - scales.entropy * entropy.total, sums | {"entropy": entropy.total}
+        def function(stats: Stats, fields, scales):
+            loss, sums = token_loss(self.method, self.train, stats.logp, fields, stats.mask, scales)
+            entropy = masked_sum(stats.entropy, stats.mask)
+            return loss - scales.entropy * entropy, sums | {"entropy": entropy}
 
-        (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        (loss, sums), grads = self.loss_and_gradient(params, batch, function, fields, scales)
         return jax.tree.map(jnp.add, accumulated, grads), sums | {"loss": loss}
 
     def _cotangent(self, student_NL, fields, mask_NL, scales):
@@ -223,39 +191,28 @@ class Updater:
     def _backpropagate(self, params, accumulated, batch, cotangent_BM, scales):
         """Two-pass path, second half: pulls the cotangent of one micro-batch back to the parameters."""
 
-        def loss_fn(params):
-            student, entropy = self._logps(params, batch, with_entropy=True, remat=self.train.remat)
-            assert entropy is not None
-            part = masked_sum(cotangent_BM * student, batch["mask_BM"])
-            return part - scales.entropy * entropy.total, {"entropy": entropy.total}
+        def function(stats: Stats, cotangent, scales):
+            entropy = masked_sum(stats.entropy, stats.mask)
+            return masked_sum(cotangent * stats.logp, stats.mask) - scales.entropy * entropy, {"entropy": entropy}
 
-        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        (_, sums), grads = self.loss_and_gradient(params, batch, function, cotangent_BM, scales)
         return jax.tree.map(jnp.add, accumulated, grads), sums
 
     def _top_logps(self, params, batch, *, k):
         """Ids and log-probabilities [B, M, k] of the k likeliest tokens in each loss slot."""
-
-        def function(logits):
-            logps, ids = jax.lax.top_k(jax.nn.log_softmax(logits / self.temperature, axis=-1), k)
-            return ids, logps
-
-        ids, logps = over_slots(self.model, params, batch, self.sampling_mask_V, function, (), remat=False)
-        return join_chunks(ids), join_chunks(logps)
+        hidden_BMD = self.states(params, batch, remat="none")
+        return self.head.top(head_weight(params), self.sampling_mask_V, hidden_BMD, batch["mask_BM"], k=k)
 
     def _suffix_gradient(self, params, accumulated, batch, top_ids_BMK, top_logps_BMK, weight_BM, coefficient):
         """Adds the gradient of the forward KL to a teacher's top tokens: nothing else of the loss sees these rows."""
 
-        def function(logits, ids_BCK):
-            return jnp.take_along_axis(jax.nn.log_softmax(logits / self.temperature, axis=-1), ids_BCK, axis=-1)
-
-        def loss_fn(params):
-            student = over_slots(
-                self.model, params, batch, self.sampling_mask_V, function, (top_ids_BMK,), remat=self.train.remat
-            )
-            kl = losses.suffix_forward_kl(top_logps_BMK, join_chunks(student), weight_BM)
+        def function(stats: Stats, slots, coefficient):
+            top_logps, weight = slots
+            kl = losses.suffix_forward_kl(top_logps, stats.logp, weight)
             return coefficient * kl.total, {"loss": kl.total, "tokens": kl.count, **kl.metrics}
 
-        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        slots = (top_logps_BMK, weight_BM)
+        (_, sums), grads = self.loss_and_gradient(params, batch, function, slots, coefficient, top_ids_BMK)
         return jax.tree.map(jnp.add, accumulated, grads), sums
 
     def _apply(self, state, grads, learning_rate):

@@ -57,7 +57,7 @@ class Validation:
         return found
 
     def _use(self, params: Any, step: int) -> None:
-        self.session.engine.update_weights(self.session.engine_params(params), step)
+        self.session.engine.update_weights(params, step)
 
     def _play(self, step: int, progress: Progress, temperature: float, kind: str) -> dict[str, float]:
         session = self.session

@@ -28,6 +28,7 @@ from sdjax.envs.searchqa.config import SearchqaConfig
 from sdjax.envs.webshop.config import WebshopConfig
 from sdjax.errors import ConfigError
 from sdjax.models import load_checkpoint, save_checkpoint, tiny
+from sdjax.rollout import engines
 from sdjax.rollout.embedded import EmbeddedEngine
 from sdjax.rollout.engine import Completion
 from sdjax.teacher.prompt import HEADER
@@ -236,7 +237,7 @@ def run_config(env: EnvConfig, model: Path, method: str, **settings: Any) -> Run
     train = values.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 2, 1, 4, 32
     train.learning_rate, train.pack_length, train.pack_rows, train.loss_slots = 1e-3, 1088, 2, 128
-    train.remat = False
+    train.remat = "none"
     teacher = values.teacher
     teacher.bank, teacher.privileged_tokens = env.name, 2880
     teacher.reflection_tokens, teacher.reflection_observation_chars = 24, 60
@@ -248,8 +249,8 @@ def play_run(config: RunConfig, benchmark: Benchmark, path: Path, *, may_win: bo
     """Trains; returns the lines of metrics.jsonl. may_win: whether the policy can be lucky enough to win."""
     open_session = trainer.session.open_session
 
-    def open_with_oracle(config):
-        opened = open_session(config)
+    def open_with_oracle(config, logs):
+        opened = open_session(config, logs)
         if not config.method.acts:
             return opened
         return dataclasses.replace(opened, player=dataclasses.replace(opened.player, engine=OracleEngine(opened)))
@@ -258,6 +259,6 @@ def play_run(config: RunConfig, benchmark: Benchmark, path: Path, *, may_win: bo
         patch.setattr(trainer.session, "make_benchmark", lambda config: LuckyBenchmark(benchmark, may_win))
         patch.setattr(trainer.session, "open_session", open_with_oracle)
         # Few shapes: these runs spend their time in compilation.
-        patch.setattr(trainer.session, "EmbeddedEngine", functools.partial(EmbeddedEngine, prefill_buckets=(512, 1088)))
+        patch.setattr(engines, "EmbeddedEngine", functools.partial(EmbeddedEngine, prefill_buckets=(512, 1088)))
         run(config, path)
     return jsonl.read(path / "metrics.jsonl")

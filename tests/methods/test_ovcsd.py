@@ -384,8 +384,8 @@ def winning(tiny_model, tmp_path_factory):
     """A run whose teacher wins, and the same with coefficient 0; metrics and directory."""
     make, open_session = AlfworldBenchmark.make, trainer.session.open_session
 
-    def open_with_oracle(config):
-        opened = open_session(config)
+    def open_with_oracle(config, logs):
+        opened = open_session(config, logs)
         return dataclasses.replace(opened, player=dataclasses.replace(opened.player, engine=OracleEngine(opened)))
 
     done = {}

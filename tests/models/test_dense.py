@@ -64,7 +64,7 @@ def _forward(model):
 
 
 @functools.cache
-def _gradient(config, remat=False):
+def _gradient(config, remat="none"):
     """Loss over the valid states, and its gradient."""
     model, _ = _model(config)
 
@@ -152,88 +152,92 @@ def test_recomputation_and_query_chunks_change_no_gradient(monkeypatch):
     _, inputs = _packed([20, 9, 14], 2, seed=6)
     whole, whole_gradient = _gradient(BASE)(params, *inputs)
     monkeypatch.setattr(attention, "QUERY_CHUNK", 24)
-    parts, parts_gradient = _gradient(BASE, remat=True)(params, *inputs)
+    parts, parts_gradient = _gradient(BASE, remat="full")(params, *inputs)
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
     jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b)), parts_gradient, whole_gradient)
 
 
 @functools.cache
-def _extend(config, context=None):
+def _decode(config, context=None):
     model, params = _model(config)
+    params = model.unstack(params)
 
-    def run(cache, tokens, start, length):
-        hidden, cache = model.extend(params, cache, tokens, start, length, context=context)
+    def run(cache, token, position, active):
+        hidden, cache = model.decode(params, cache, token, position, active, context=context)
         return model.logits(params, hidden), cache
 
     return jax.jit(run)
 
 
-ROWS, NEW = 4, 20  # cache rows and new tokens of every prefill call
+ROWS, NEW, LENGTH = 4, 20, 64  # rows and tokens of a prefill call, positions of the cache that decoding goes on in
 
 
-def _prefill(config, tokens, start, length, cache=None, context=None):
-    """Extends ``ROWS`` cache rows of 64 positions by ``tokens`` (at most ROWS x NEW)."""
-    padded = np.zeros((ROWS, NEW), np.int32)
-    padded[: tokens.shape[0], : tokens.shape[1]] = tokens
-    starts, lengths = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    starts[: len(start)], lengths[: len(length)] = start, length
-    cache = _model(config)[0].init_cache(ROWS, 64) if cache is None else cache
-    logits, cache = _extend(config, context)(cache, padded, starts, lengths)
-    return np.asarray(logits), cache
+def _prefill(config, tokens, lengths):
+    """Logits of ROWS new sequences of at most NEW tokens, and their cache by layer, with space for LENGTH tokens."""
+    model, params = _model(config)
+    hidden, cache = jax.jit(model.prefill)(params, tokens, lengths)
+    longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, LENGTH - NEW), (0, 0), (0, 0))), cache)
+    return np.asarray(model.logits(params, hidden)), longer.by_layer()
 
 
-@pytest.mark.parametrize("config", [BASE, QWEN2], ids=["qwen3", "qwen2"])
-def test_ragged_prefill_and_decoding_equal_the_full_forward(config):
+@pytest.mark.parametrize(
+    "config, context", [(BASE, None), (QWEN2, None), (BASE, 60)], ids=["qwen3", "qwen2", "context"]
+)
+def test_ragged_prefill_and_decoding_equal_the_full_forward(config, context):
     lengths, steps = np.array([3, 17, 8, 1]), 40
-    tokens = _tokens(4, 4, 60)
+    tokens = _tokens(4, ROWS, 60)
     full = _plain(tokens, config)
-    logits, cache = _prefill(config, tokens[:, :NEW], np.zeros(4), lengths)
+    logits, cache = _prefill(config, tokens[:, :NEW], lengths)
     for row, n in enumerate(lengths):
         _close(logits[row, :n], full[row, :n])
     for step in range(steps):
         at = lengths + step
-        logits, cache = _extend(config)(cache, tokens[np.arange(4), at][:, None], at, np.ones(4, np.int32))
-        _close(np.asarray(logits)[:, 0], full[np.arange(4), at])
+        logits, cache = _decode(config, context)(cache, tokens[np.arange(4), at], at, np.ones(4, bool))
+        _close(np.asarray(logits), full[np.arange(4), at])
 
 
-def test_prefill_in_pieces_and_a_bounded_context_equal_the_full_forward():
-    tokens = _tokens(5, 2, 30)
-    full, cache = _plain(tokens), None
-    for begin in (0, 10, 20):
-        piece = tokens[:, begin : begin + 10]
-        logits, cache = _prefill(BASE, piece, [begin] * 2, [10] * 2, cache, context=30)
-        _close(logits[:2, :10], full[:2, begin : begin + 10])
+def _written(before, after):
+    """[rows, length] bool: positions that changed in any layer."""
+    return np.any([np.abs(np.asarray(a - b)).max(axis=(2, 3)) > 0 for a, b in zip(before, after)], axis=0)
 
 
-def test_invalid_tokens_and_rows_leave_everything_else_alone():
-    tokens = _tokens(6, 3, 8)
-    _, cache = _prefill(BASE, tokens, [0, 0, 0], [8, 5, 8])
-    new = np.array([[1, -7, 10**6, 2], [3, 4, 5, 6], [7, 8, 9, 10]], np.int32)
-    # One valid token, none, four.
-    logits, after = _prefill(BASE, new, [8, 5, 8], [1, 0, 4], cache)
-    changed = np.abs(np.asarray(after.k) - np.asarray(cache.k)).max(axis=(0, 3, 4)) > 0
-    wanted = np.zeros((ROWS, 64), bool)
-    wanted[0, 8] = wanted[2, 8:12] = True
-    np.testing.assert_array_equal(changed, wanted)
+def test_inactive_rows_and_rows_beyond_the_tokens_keep_their_cache():
+    tokens = _tokens(6, ROWS, 8)
+    _, cache = _prefill(BASE, np.pad(tokens, ((0, 0), (0, NEW - 8))), np.array([8, 5, 8, 7]))
+    new, position = np.array([1, 10**6, 7]), np.array([8, 5, 8])
+    logits, after = _decode(BASE)(cache, new, position, np.array([True, False, True]))
+    wanted = np.zeros((ROWS, LENGTH), bool)
+    wanted[0, 8] = wanted[2, 8] = True
+    np.testing.assert_array_equal(_written(cache.k, after.k), wanted)
+    np.testing.assert_array_equal(_written(cache.v, after.v), wanted)
     assert np.isfinite(logits).all()
-    _close(logits[2, :4], _plain(np.concatenate([tokens[2:], new[2:]], axis=1))[0, 8:12])
+    _close(np.asarray(logits)[2], _plain(np.concatenate([tokens[2], new[2:]])[None])[0, 8])
 
 
 def test_tokens_behind_the_end_of_the_cache_are_dropped():
-    tokens = _tokens(7, 1, 20)
-    _, cache = _prefill(BASE, tokens, [54], [20])
-    _, fitting = _prefill(BASE, tokens, [54], [10])
-    np.testing.assert_allclose(cache.k, fitting.k, atol=1e-6)
-    assert np.any(cache.k[:, 0, 63]) and not np.any(cache.k[:, 0, :54])
+    _, cache = _prefill(BASE, _tokens(7, ROWS, NEW), np.full(ROWS, NEW))
+    _, after = _decode(BASE)(
+        cache, np.ones(ROWS, int), np.array([LENGTH - 1, LENGTH, LENGTH + 3, 20]), np.ones(ROWS, bool)
+    )
+    wanted = np.zeros((ROWS, LENGTH), bool)
+    wanted[0, LENGTH - 1] = wanted[3, 20] = True
+    np.testing.assert_array_equal(_written(cache.k, after.k), wanted)
 
 
-def test_cache_rows_are_forked_and_placed():
+def test_unstacked_parameters_are_stacked_again_and_vectors_stay_in_full_precision():
+    model, params = _model()
+    jax.tree.map(np.testing.assert_array_equal, model.stack(model.unstack(params)), params)
+    half = DenseModel(BASE, jnp.bfloat16).unstack(params)
+    assert {x.dtype.name for x in jax.tree.leaves(half) if x.ndim > 1} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(half) if x.ndim == 1} == {"float32"}
+
+
+def test_cache_rows_are_taken_several_times():
     model, _ = _model()
     small = jax.tree.map(lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), model.init_cache(2, 8))
-    big = model.init_cache(4, 16).put(jnp.array([3, 0, 9]), small.take(jnp.array([1, 1, 0])))
-    np.testing.assert_array_equal(big.k[:, 3, :8], small.k[:, 1])
-    np.testing.assert_array_equal(big.v[:, 0, :8], small.v[:, 1])
-    assert not np.any(big.k[:, 1:3]) and (big.rows, big.length) == (4, 16)
+    taken = small.take(jnp.array([1, 1, 0]))
+    np.testing.assert_array_equal(taken.k, np.asarray(small.k)[:, [1, 1, 0]])
+    assert (taken.rows, taken.length) == (3, 8)
 
 
 def test_logical_axes_match_every_parameter():

@@ -202,14 +202,16 @@ def test_smollm2_tokenizes_as_its_authors_do_and_answers(smollm2):
     assert tokenizer.render_chat_text("hi").startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"
     )
-    extend = jax.jit(model.extend, donate_argnums=1)
-    new, start, answer = np.array([prompt], np.int32), 0, []
-    cache = model.init_cache(1, 64)
+    length = len(prompt)
+    tokens = np.pad(np.array([prompt], np.int32), ((0, 0), (0, 64 - length)))
+    hidden, cache = jax.jit(model.prefill)(params, tokens, np.array([length]))
+    layers, cache = model.unstack(params), cache.by_layer()
+    decode = jax.jit(model.decode, donate_argnums=1)
+    answer = [int(model.logits(params, hidden[:, length - 1]).argmax())]
     while len(answer) < 12 and not set(answer) & set(tokenizer.stop_ids):
-        hidden, cache = extend(params, cache, new, np.array([start]), np.array([new.shape[1]]))
-        start += new.shape[1]
-        answer.append(int(model.logits(params, hidden[:, -1]).argmax()))
-        new = np.array([answer[-1:]], np.int32)
+        position = np.array([length + len(answer) - 1])
+        hidden, cache = decode(layers, cache, np.array(answer[-1:]), position, np.ones(1, bool))
+        answer.append(int(model.logits(params, hidden).argmax()))
     assert tokenizer.decode(answer) == "The capital of France is Paris."
 
 

@@ -68,7 +68,7 @@ def _forward(model):
 
 
 @functools.cache
-def _gradient(model, remat=False):
+def _gradient(model, remat="none"):
     """Loss over the valid states, and its gradient."""
 
     def loss(params, tokens, position, segment):
@@ -184,34 +184,32 @@ def test_recomputation_and_another_recurrence_change_no_gradient():
     inputs, _ = _packed(rows, 2)
     whole, whole_gradient = _gradient(model)(params, *inputs)
     other = dataclasses.replace(model, delta_rule="xla_associative")
-    found, gradient = _gradient(other, remat=True)(params, *inputs)
+    found, gradient = _gradient(other, remat="full")(params, *inputs)
     np.testing.assert_allclose(found, whole, rtol=1e-5)
     jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b), 3e-4), gradient, whole_gradient)
 
 
 @functools.cache
-def _extend(config, context=None):
+def _decode(config):
     model, params = _model(config)
+    params = model.unstack(params)
 
-    def run(cache, tokens, start, length):
-        hidden, cache = model.extend(params, cache, tokens, start, length, context=context)
+    def run(cache, token, position, active):
+        hidden, cache = model.decode(params, cache, token, position, active)
         return model.logits(params, hidden), cache
 
     return jax.jit(run)
 
 
-ROWS, NEW = 4, 70  # cache rows and new tokens of every prefill call: more than one chunk
+ROWS, NEW, LENGTH = 4, 70, 120  # a prefill call has more than one chunk; decoding goes on in a cache of LENGTH
 
 
-def _prefill(config, tokens, start, length, cache=None, context=None):
-    """Extends ``ROWS`` cache rows of 120 positions by ``tokens`` (at most ROWS x NEW)."""
-    padded = np.zeros((ROWS, NEW), np.int32)
-    padded[: tokens.shape[0], : tokens.shape[1]] = tokens
-    starts, lengths = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    starts[: len(start)], lengths[: len(length)] = start, length
-    cache = _model(config)[0].init_cache(ROWS, 120) if cache is None else cache
-    logits, cache = _extend(config, context)(cache, padded, starts, lengths)
-    return np.asarray(logits), cache
+def _prefill(config, tokens, lengths):
+    """Logits of ROWS new sequences of at most NEW tokens, and their cache by layer, with space for LENGTH tokens."""
+    model, params = _model(config)
+    hidden, cache = jax.jit(model.prefill)(params, tokens, lengths)
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, LENGTH - NEW), (0, 0), (0, 0))) for x in (cache.k, cache.v))
+    return np.asarray(model.logits(params, hidden)), dataclasses.replace(cache, k=k, v=v).by_layer()
 
 
 @CONFIGS
@@ -219,69 +217,50 @@ def test_ragged_prefill_and_decoding_equal_the_full_forward(config):
     lengths, steps = np.array([2, 17, 55, 1]), 40
     tokens = _tokens(4, 4, SHAPE[1])
     full = _plain(tokens, config)
-    logits, cache = _prefill(config, tokens[:, :NEW], np.zeros(4), lengths)
+    logits, cache = _prefill(config, tokens[:, :NEW], lengths)
     for row, n in enumerate(lengths):
         _close(logits[row, :n], full[row, :n])
     for step in range(steps):
         at = lengths + step
-        logits, cache = _extend(config)(cache, tokens[np.arange(4), at][:, None], at, np.ones(4, np.int32))
-        _close(np.asarray(logits)[:, 0], full[np.arange(4), at])
+        logits, cache = _decode(config)(cache, tokens[np.arange(4), at], at, np.ones(4, bool))
+        _close(np.asarray(logits), full[np.arange(4), at])
 
 
-def test_prefill_equals_extending_an_empty_cache():
-    (model, params), tokens, lengths = _model(), _tokens(8, ROWS, NEW), np.array([2, 17, 55, 0])
-    wanted, extended = _prefill(BASE, tokens, np.zeros(4), lengths, model.init_cache(ROWS, NEW))
-    hidden, cache = jax.jit(model.prefill)(params, tokens, lengths)
-    logits = np.asarray(model.logits(params, hidden))
-    for row, n in enumerate(lengths[:3]):
-        _close(logits[row, :n], wanted[row, :n])
-    jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b)), cache, extended)
+def test_prefill_leaves_nothing_of_padding_in_the_cache():
+    tokens, lengths = _tokens(8, ROWS, NEW), np.array([2, 17, 55, 0])
+    _, cache = _prefill(BASE, tokens, lengths)
+    _, other = _prefill(BASE, np.where(np.arange(NEW) < lengths[:, None], tokens, 10**6), lengths)
+    jax.tree.map(np.testing.assert_array_equal, cache, other)
+    assert not any(np.any(x[3]) for x in jax.tree.leaves(cache))
 
 
-def test_prefill_in_pieces_and_a_bounded_context_equal_the_full_forward():
-    tokens = _tokens(5, 2, 90)
-    full, cache = _plain(tokens), None
-    for begin, end in ((0, 1), (1, 3), (3, 70), (70, 90)):
-        piece = tokens[:, begin:end]
-        logits, cache = _prefill(BASE, piece, [begin] * 2, [end - begin] * 2, cache, context=96)
-        _close(logits[:2, : end - begin], full[:2, begin:end])
-
-
-def test_a_new_sequence_forgets_the_rows_old_one():
-    old, new = _tokens(12, 4, 30), _tokens(13, 4, 20)
-    _, used = _prefill(BASE, old, [0] * 4, [30] * 4)
-    again, _ = _prefill(BASE, new, [0] * 4, [20] * 4, used)
-    fresh, _ = _prefill(BASE, new, [0] * 4, [20] * 4)
-    np.testing.assert_array_equal(again[:, :20], fresh[:, :20])
-
-
-@pytest.mark.parametrize("new", [1, 4])
-def test_invalid_tokens_and_rows_leave_everything_else_alone(new):
-    tokens = _tokens(6, 3, 8)
-    _, cache = _prefill(BASE, tokens, [0, 0, 0], [8, 5, 8])
-    more = np.array([[1, -7, 10**6, 2], [3, 4, 5, 6], [7, 8, 9, 10], [1, 1, 1, 1]], np.int32)[:, :new]
-    start, length = np.array([8, 5, 8, 0], np.int32), np.array([1, 0, new, 0], np.int32)
-    logits, after = _extend(BASE)(cache, more, start, length)
-    row_changed = lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(axis=(0, *range(2, a.ndim))) > 0  # noqa: E731
+def test_inactive_rows_and_rows_beyond_the_tokens_keep_their_cache():
+    tokens = _tokens(6, ROWS, 8)
+    _, cache = _prefill(BASE, np.pad(tokens, ((0, 0), (0, NEW - 8))), np.array([8, 5, 8, 7]))
+    new, position = np.array([1, 10**6, 7]), np.array([8, 5, 8])
+    logits, after = _decode(BASE)(cache, new, position, np.array([True, False, True]))
     for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after)):
-        np.testing.assert_array_equal(row_changed(before, now), [True, False, True, False])
-    written = np.abs(np.asarray(after.k) - np.asarray(cache.k)).max(axis=(0, 3, 4)) > 0
-    wanted = np.zeros((ROWS, 120), bool)
-    wanted[0, 8] = wanted[2, 8 : 8 + new] = True
-    np.testing.assert_array_equal(written, wanted)
+        changed = np.abs(np.asarray(before - now)).reshape(ROWS, -1).max(axis=1) > 0
+        np.testing.assert_array_equal(changed, [True, False, True, False])
     assert np.isfinite(logits).all()
-    _close(np.asarray(logits)[2], _plain(np.concatenate([tokens[2:], more[2:3]], axis=1))[0, 8 : 8 + new])
+    _close(np.asarray(logits)[2], _plain(np.concatenate([tokens[2], new[2:]])[None])[0, 8])
 
 
-def test_cache_rows_are_forked_and_placed():
+def test_unstacked_parameters_are_stacked_again():
+    model, params = _model()
+    jax.tree.map(np.testing.assert_array_equal, model.stack(model.unstack(params)), params)
+    mixer = Qwen35Model(BASE, jnp.bfloat16).unstack(params)["linear_layers"][0]["mixer"]
+    assert mixer["A_log"].dtype == mixer["norm"].dtype == jnp.float32 and mixer["conv_q"].dtype == jnp.bfloat16
+
+
+def test_cache_rows_are_taken_several_times():
     model, _ = _model()
     small = jax.tree.map(lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), model.init_cache(2, 8))
-    big = model.init_cache(4, 16).put(jnp.array([3, 0, 9]), small.take(jnp.array([1, 1, 0])))
-    assert isinstance(big, HybridCache)
-    np.testing.assert_array_equal(big.k[:, 3, :8], small.k[:, 1])
-    np.testing.assert_array_equal(big.state[:, 0], small.state[:, 1])
-    np.testing.assert_array_equal(big.tails.v[:, 3], small.tails.v[:, 1])
-    assert not any(np.any(x[:, 1:3]) for x in jax.tree.leaves(big)) and (big.rows, big.length) == (4, 16)
+    taken = small.take(jnp.array([1, 1, 0]))
+    assert isinstance(taken, HybridCache)
+    np.testing.assert_array_equal(taken.state, np.asarray(small.state)[:, [1, 1, 0]])
+    np.testing.assert_array_equal(taken.tails.v, np.asarray(small.tails.v)[:, [1, 1, 0]])
+    assert (taken.rows, taken.length) == (3, 8)
 
 
 @CONFIGS

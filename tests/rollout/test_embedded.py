@@ -364,12 +364,12 @@ def test_close_fails_what_is_in_flight_and_refuses_more():
     assert engine.health()["ok"] is False and engine.health()["cache_bytes"] == 0
 
 
-def test_release_gives_the_memory_back():
+def test_sleep_gives_the_memory_back():
     engine = make_engine()
     requests = make_requests(4)
     before = generate(engine, requests)
     assert engine.health()["cache_bytes"] == 2 * 2 * 8 * MAX_LENGTH * 2 * 8 * 4  # k+v, layers, slots, length, heads
-    engine.release()
+    engine.sleep()
     assert engine.health()["cache_bytes"] == 0
     assert same(before, generate(engine, requests))
 

@@ -39,7 +39,7 @@ def draw(params, mesh):
 one, first = draw(params, None)
 many, second = draw(spread, mesh)
 leaf = jax.tree.leaves(many._cache)[0]
-assert {shard.data.shape[1] for shard in leaf.addressable_shards} == {1}, leaf.sharding
+assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, leaf.sharding
 for a, b in zip(first, second):
     assert a.tokens.tolist() == b.tokens.tolist(), (a, b)
     np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
@@ -56,10 +56,10 @@ def test_eight_devices_draw_what_one_device_draws():
 def test_slots_that_do_not_divide_stay_together():
     mesh = Mesh(jax.devices()[:1], ("data",))
     sharding = rows_sharding(mesh, 3)
-    assert sharding is not None and sharding.spec == PartitionSpec(None, ("data",))
+    assert sharding is not None and sharding.spec == PartitionSpec(("data",))
 
 
 def test_the_tensor_axis_does_not_split_slots():
     mesh = Mesh([[[jax.devices()[0]]]], ("data", "fsdp", "tensor"))
     sharding = rows_sharding(mesh, 4)
-    assert sharding is not None and sharding.spec == PartitionSpec(None, ("data", "fsdp"))
+    assert sharding is not None and sharding.spec == PartitionSpec(("data", "fsdp"))

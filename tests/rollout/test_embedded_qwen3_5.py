@@ -119,5 +119,5 @@ def test_states_stay_float32_in_a_half_precision_cache():
         np.testing.assert_allclose(done.logps, full_logps(request, done), atol=0.5)
     keys_and_values, states, tails = 2 * MAX_LENGTH * 2 * 8 * 2, 3 * 4 * 8 * 6 * 4, 3 * 3 * (16 + 16 + 24) * 2
     assert engine.health()["cache_bytes"] == 6 * (keys_and_values + states + tails)
-    engine.release()
+    engine.sleep()
     assert engine.health()["cache_bytes"] == 0

@@ -56,7 +56,7 @@ def test_every_row_is_in_one_place_behind_its_own_prefix(drawn):
 @pytest.fixture(scope="module")
 def optimizer():
     model = make_model()
-    train = TrainConfig(pack_length=24, pack_rows=2, loss_slots=12, remat=False)
+    train = TrainConfig(pack_length=24, pack_rows=2, loss_slots=12, remat="none")
     method = registry.resolve("grpo", registry.config_class("grpo")(), "alfworld").build()
     updater = Updater(model, method, train, 1.0, np.ones(VOCAB, bool))
     return Optimizer(updater, train, sharding.make_mesh(1, 1, 1)), model.init(jax.random.key(1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sdjax import jsonl
 from sdjax.train.checkpoints import Checkpoints
-from sdjax.train.teacher_weights import TeacherWeights
+from sdjax.train.teacher_weights import Reference, TeacherWeights
 from tests.train.test_trainer import comparable
 from tests.train.tiny_run import run, tiny_config
 
@@ -28,7 +28,7 @@ def test_the_average_follows_its_recursion(decay, values):
     for value in values:
         weights.update(params(value))
         expected = decay * expected + (1 - decay) * value
-    np.testing.assert_allclose(weights.current(params(9.0), params(8.0))["w"], expected, atol=1e-5)
+    np.testing.assert_allclose(weights.current(params(9.0), Reference(params(8.0), "device"))["w"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("decay", "expected"), [(1.0, 1.0), (0.0, 7.0)])
@@ -52,7 +52,8 @@ def test_the_other_kinds_keep_no_average():
         weights = TeacherWeights(kind, 0.95)
         weights.start(params(1.0))
         weights.update(params(2.0))
-        assert weights.average is None and float(weights.current(params(9.0), params(8.0))["w"][0]) == expected
+        current = weights.current(params(9.0), Reference(params(8.0), "device"))
+        assert weights.average is None and float(current["w"][0]) == expected
         assert weights.join({"params": 1}) == {"params": 1}
 
 

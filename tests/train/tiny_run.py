@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sdjax import interrupt
 from sdjax.config import RunConfig, defaults, load
 from sdjax.envs import make_benchmark
 from sdjax.envs.prompts import PromptTemplate
@@ -38,7 +39,7 @@ def tiny_config(model: Path, method: str = "grpo", **train) -> RunConfig:
             "pack_length": 512,
             "pack_rows": 2,
             "loss_slots": 64,
-            "remat": False,
+            "remat": "none",
         }
     )
     values.train.update(train)
@@ -65,7 +66,7 @@ def tiny_checkpoint(out: Path) -> Path:
 
 
 def run(config: RunConfig, path: Path) -> None:
-    with RunDir(path) as directory:
+    with interrupt.listen(config.save.grace_s), RunDir(path) as directory:
         Trainer(config, directory, Console(file=sys.stderr)).run()
 
 
