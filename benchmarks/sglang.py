@@ -33,6 +33,7 @@ from rich.table import Table
 PARTS = ("tiny", "tiny-embedded", "2b", "2b-embedded")
 LIMITS = {"tiny": 170, "tiny-embedded": 70, "2b": 230, "2b-embedded": 80}  # seconds
 LOG_BYTES = 4 * 2**20
+LEAVING_S = 10.0  # until the server of a part that was ended has given its memory back
 SERVE = str(Path(__file__).parent / "sglang_kit" / "serve")
 
 
@@ -81,6 +82,8 @@ def run_part(name: str, limit_s: float, work: Path, out: Path) -> dict[str, Any]
             code: int | str = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = f"over its limit of {limit_s:g} s"
+            end_group(child)
+            time.sleep(LEAVING_S)
         finally:
             end_group(child)
     record = json.loads((work / "part.json").read_text()) if (work / "part.json").exists() else {}

@@ -14,7 +14,6 @@ from sdjax.config import EnvConfig
 from sdjax.envs import make_benchmark
 from sdjax.envs.demos import Demonstration, chat_turns, play_experts
 from sdjax.envs.prompts import PromptTemplate
-from sdjax.models.base import Model, Params
 from sdjax.models.hf import load_model, save_checkpoint, write_json
 from sdjax.models.qwen3_5 import Qwen35Model
 from sdjax.models.tiny import write_tiny_checkpoint
@@ -25,8 +24,9 @@ TINY: dict[str, Any] = {
     "max_positions": 4096, "model_type": "qwen3_5",
 }  # fmt: skip
 GAMES = 64
-# Random logits are so flat that no difference shows; with these rows their log-probabilities spread like a model's.
-EMBEDDING_SCALE = 4.0
+# Wider than where training starts: logits then spread by about 2, like those of a model that knows something, and the
+# last token of a prompt does not simply come again (its embedding is the head's row).
+SPREAD = {"tiny": 0.08, "2b": 0.04}
 
 
 def make(name: str, folder: Path, env: EnvConfig) -> Path:
@@ -36,24 +36,23 @@ def make(name: str, folder: Path, env: EnvConfig) -> Path:
         return directory
     if name == "tiny":
         write_tiny_checkpoint(directory, corpus(env), **TINY)
-        model = load_model(directory)
-        save_checkpoint(directory, model, _random(model, jnp.float32), tokenizer_from=directory)
+        config = dataclasses.replace(load_model(directory).config, initializer_range=SPREAD[name])
+        _save(directory, config, jnp.float32, directory)
         return directory
     tiny = make("tiny", folder, env)
     text = load_model(tiny).config
     config = dataclasses.replace(
         published_config(name), model_type="qwen3_5", max_positions=8192, mrope_section=(11, 11, 10),
-        eos_token_ids=text.eos_token_ids, pad_token_id=text.pad_token_id,
+        eos_token_ids=text.eos_token_ids, pad_token_id=text.pad_token_id, initializer_range=SPREAD[name],
     )  # fmt: skip
-    model = Qwen35Model(config, jnp.bfloat16)
-    save_checkpoint(directory, model, _random(model, jnp.bfloat16), tokenizer_from=tiny)
+    _save(directory, config, jnp.bfloat16, tiny)
     fill_vocabulary(directory / "tokenizer.json", config.vocab_size)
     return directory
 
 
-def _random(model: Model, dtype: Any) -> Params:
-    params = model.init(jax.random.key(0), dtype)
-    return params | {"embedding": params["embedding"] * jnp.asarray(EMBEDDING_SCALE, dtype)}
+def _save(directory: Path, config: Any, dtype: Any, tokenizer_from: Path) -> None:
+    model = Qwen35Model(config, dtype)
+    save_checkpoint(directory, model, model.init(jax.random.key(0), dtype), tokenizer_from=tokenizer_from)
 
 
 def corpus(env: EnvConfig) -> Iterator[str]:
@@ -75,6 +74,8 @@ def fill_vocabulary(path: Path, size: int) -> None:
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     known = tokenizer["model"]["vocab"]
-    taken = set(known.values()) | {token["id"] for token in tokenizer["added_tokens"]}
+    # Added tokens that the model's vocabulary lacks would get new ids behind it.
+    known.update({token["content"]: token["id"] for token in tokenizer["added_tokens"]})
+    taken = set(known.values())
     known.update({f"~{number:x}": number for number in range(size) if number not in taken})
     write_json(path, tokenizer)

@@ -1,9 +1,13 @@
 """One part of ``benchmarks.sglang``, in its own process. Writes ``part.json`` after every stage."""
 
 import dataclasses
+import faulthandler
 import io
 import logging
+import os
+import signal
 import subprocess
+import sys
 import time
 import traceback
 from argparse import Namespace
@@ -28,10 +32,11 @@ from sdjax.train.rundir import RunDir
 from sdjax.train.trainer import Trainer, draw_tasks
 
 PHASES = ("rollout", "score", "update", "sync", "other")
-PUSHES = 4
+PUSHES = {"disk": 2, "ipc": 5}
 NEVER = 10**6
 # More than any prompt of these games has. Of memory: what weights, caches and CUDA graphs of a server may take.
 PROMPT_TOKENS, MEMORY_SHARE = 1024, 0.3
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # the default has twice as many, and each costs seconds at start
 
 
 def settings(a: Namespace, model: str, engine: str, checkpoint: Path) -> RunConfig:
@@ -51,13 +56,14 @@ def settings(a: Namespace, model: str, engine: str, checkpoint: Path) -> RunConf
     servers = rollout.sglang
     servers.sync = a.sync or ("disk" if a.platform == "cpu" or a.engine_url else "ipc")
     servers.sleep = a.platform == "gpu" and not a.no_sleep
-    servers.start_timeout_s, servers.request_timeout_s = 180.0, 180.0
+    servers.start_timeout_s = servers.request_timeout_s = 180.0 if a.platform == "gpu" else 900.0
     servers.restarts = 0  # a benchmark over a server that died is none
     if a.engine_url:
         servers.urls = (a.engine_url,)
     else:
         servers.command = (a.command,)
-        gpu = (f"--mem-fraction-static={MEMORY_SHARE}", f"--cuda-graph-max-bs={episodes}")
+        sizes = sorted({min(size, episodes) for size in GRAPH_SIZES} | {episodes})
+        gpu = (f"--mem-fraction-static={MEMORY_SHARE}", "--cuda-graph-bs-decode", *map(str, sizes))
         flags = gpu if a.platform == "gpu" else ()
         servers.flags = (*flags, f"--max-running-requests={episodes}", *a.flags.split())
 
@@ -123,10 +129,10 @@ class Part:
         with RunDir(self.run) as directory:
             trainer = Measured(config, directory, Console(file=io.StringIO()))
             opened = time.perf_counter() - begin
+            trainer.checkpoints.close()
             trainer.checkpoints = Unsaved()  # pyright: ignore[reportAttributeAccessIssue]
             engine = trainer.session.engine
             assert isinstance(engine, SglangEngine)
-            # Twice the parameters: the trainer's and the reference, which are the same until the first update.
             self.note(open_s=round(opened, 1), parameters=trainer.session.model.num_params(), **self.memory("opened"))
             syncs: list[float] = []
             engine.update_weights = timed(engine.update_weights, syncs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,7 +157,7 @@ class Part:
             transfer = make_transfer(kind, model, dtype)
             seconds: list[float] = []
             push = timed(sglang_sync.push, seconds)
-            for number in range(PUSHES):
+            for number in range(PUSHES[kind]):
                 push(transfer, params, f"{kind}-{number}", servers)
             transfer.close()
             sums[kind] = sglang_sync.checksums(servers[0])
@@ -267,13 +273,20 @@ def steps(metrics: list[dict[str, Any]]) -> list[dict[str, float]]:
 def main() -> None:
     arguments = parse_arguments()
     logging.getLogger("absl").setLevel(logging.WARNING)
-    part = Part(arguments)
+    # A part that is ended at its limit says in its log where it was.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    part, code = Part(arguments), 0
     try:
         part.play()
+        part.note(closed_s=round(time.perf_counter() - part.begin, 1))
     except Exception as error:
         traceback.print_exc()
         part.note(error=f"{type(error).__name__}: {str(error)[-800:]}")
-        raise SystemExit(1) from error
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed and written. Threads that a library left behind must not hold an accelerator.
+    os._exit(code)
 
 
 if __name__ == "__main__":

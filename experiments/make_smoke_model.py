@@ -2,12 +2,13 @@
 
     python -m experiments.make_smoke_model [--out=experiments/smoke_model]
 
-The tokenizer is trained on expert episodes and skills. Of ScienceWorld it reads the gold commands and the skills only, so
-that no Java is needed. Seconds on two CPU cores; the same bytes every time.
+The tokenizer is trained on expert episodes and skills. Of ScienceWorld it reads the gold commands and the skills only,
+so that no Java is needed. Seconds on two CPU cores; the same bytes every time.
 """
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 from absl import app, flags
 
@@ -23,7 +24,7 @@ from sdjax.teacher.skills import SkillBank
 
 _OUT = flags.DEFINE_string("out", str(smoke.MODEL), "Where the model is written.")
 _EPISODES = 48
-_SIZES = {"vocab_size": 2048, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
+_SIZES: dict[str, Any] = {"vocab_size": 2048, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
 
 
 def corpus() -> Iterator[str]:

@@ -3,14 +3,14 @@
     python -m sdjax.main --mode=study --study=plan --config=experiments/mini_study.py --workdir=runs/mini
     python -m sdjax.main --mode=study --study=run --workdir=runs/mini [--parallel=8]
 
-Arguments: ``all11`` (default) or ``all13``, then optionally ``official``: ``all11,official`` takes the official data and
-panels from where ``experiments/study.py`` has them (``--config.data.alfworld=PATH`` names another place); without it the
-data are generated, and their scores compare with no published ones.
+Arguments: ``all11`` (default) or ``all13``, then optionally ``official``: ``all11,official`` takes the official data
+and panels from where ``experiments/study.py`` has them (``--config.data.alfworld=PATH`` names another place); without
+it the data are generated, and their scores compare with no published ones.
 
 The study's settings with 16 tasks x 8 episodes a step everywhere, validation every 5 updates, and a final evaluation
-with 8 rollout seeds at T 0.4; 20 updates (more: ``--config.overrides="train.steps=100"``). A model of this size never wins
-untrained, so that each environment has one warm start from expert episodes, which all its cells share. On one H200 an
-ALFWorld update of GRPO takes 26 s (benchmarks/NOTES.md).
+with 8 rollout seeds at T 0.4; 20 updates (more: ``--config.overrides="train.steps=100"``). A model of this size never
+wins untrained, so that each environment has one warm start from expert episodes, which all its cells share. On one H200
+an ALFWorld update of GRPO takes 26 s (benchmarks/NOTES.md).
 """
 
 from experiments.study import DATA, METHODS

@@ -33,15 +33,15 @@ def get_config(arguments: str = "alfworld,grpo"):
     env.train_split = "train_gold" if name == "scienceworld" else "train"
 
     rollout = config.rollout
-    rollout.prompt_tokens, rollout.response_tokens, rollout.max_length = 768, 32, 800
+    rollout.prompt_tokens, rollout.response_tokens, rollout.max_length = 1024, 32, 1056
     rollout.slots, rollout.prefill_rows, rollout.decode_chunk = 8, 8, 8
 
     train = config.train
     train.steps, train.tasks_per_step, train.group_size, train.minibatch_rows = 2, 2, 4, 64
-    train.learning_rate, train.pack_length, train.pack_rows, train.loss_slots, train.remat = 1e-3, 800, 4, 128, "none"
+    train.learning_rate, train.pack_length, train.pack_rows, train.loss_slots, train.remat = 1e-3, 1056, 4, 128, "none"
 
     teacher = config.teacher
-    teacher.bank, teacher.privileged_tokens = BANKS.get(name, name), 1536
+    teacher.bank, teacher.privileged_tokens = BANKS.get(name, name), 2048
     teacher.reflection_tokens, teacher.reflection_observation_chars = 24, 60
     config.eval.every, config.eval.panel, config.eval.final_seeds = 1, PANELS[name], 2
     config.sft.episodes, config.sft.steps, config.sft.batch_rows, config.sft.learning_rate = 64, 60, 16, 2e-2

@@ -3,12 +3,13 @@
     python -m sdjax.main --mode=study --study=plan --config=experiments/study.py --workdir=runs/study \\
         --config.models.qwen3_5_2b=/models/Qwen3.5-2B --config.data.alfworld=/data/json_2.1.1
 
-Then ``--study=run`` (here, one run after another), or a launcher over the manifest that the plan writes; ``--study=status``
-and ``--study=report`` at any time. Arguments: ``all11`` (default), or ``all13``, which adds two methods that are not in the
-study. ``--config.seeds=3`` trains every cell with three seeds.
+Then ``--study=run`` (here, one run after another), or a launcher over the manifest that the plan writes;
+``--study=status`` and ``--study=report`` at any time. Arguments: ``all11`` (default), or ``all13``, which adds two
+methods that are not in the study. ``--config.seeds=3`` trains every cell with three seeds.
 
 Settings of a cell are those of the environment's own file. Hardware: 8 accelerators of 80 GB for each run; the study
-reports 12,124 GPU-hours in all. Validation after 0, 5, ..., 100 updates, final evaluation with 8 rollout seeds at T 0.4.
+reports 12,124 GPU-hours in all. Validation after 0, 5, ..., 100 updates, final evaluation with 8 rollout seeds at
+T 0.4.
 """
 
 from sdjax.study import Grid, axis, prod, settings

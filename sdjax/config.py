@@ -28,7 +28,9 @@ class ModelConfig:
     """name: in reports; empty: the last part of the path. path: a Hugging Face directory, a .gguf file or
     "smollm2-135m"; training starts from (and the reference policy is) these weights. dtype: of the stored parameters.
     compute_dtype: of matrix products in trainer and engine.
-    attention: kernel of the trainer; "auto" is cudnn on a Hopper GPU with bfloat16, else xla.
+    attention, delta_rule: kernels; "auto" is cudnn and pallas on a Hopper GPU with bfloat16, else xla.
+    scan_layers: the training pass as a loop over layers; without it, it is a tenth faster, takes several times as long
+    to compile, and is untried on more than one GPU.
     reference_memory: where the initial weights wait, which score as reference policy and frozen teacher; in host
     memory they cost the device nothing between their passes."""
 
@@ -37,6 +39,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["auto", "xla", "cudnn"] = "auto"
+    delta_rule: Literal["auto", "xla", "xla_associative", "pallas_recurrence", "pallas"] = "auto"
+    scan_layers: bool = True
     reference_memory: Literal["device", "host"] = "device"
 
 
@@ -107,7 +111,9 @@ class TrainConfig:
     """Section 3 of the methods: batch, surrogate, optimizer. pack_length: tokens of one packed row (the teacher's
     rows are longer by ``teacher.privileged_tokens``); pack_rows: packed rows of one micro-batch; loss_slots: response
     tokens that one packed row may hold. remat: what the backward pass computes again instead of storing it:
-    nothing, all but matrix products, or whole layers."""
+    nothing, all but matrix products, or whole layers. mismatch: a weight of the trainer's policy against the engine's
+    for each token of the surrogate, cut off at mismatch_cap ("truncate") or 0 beyond it ("mask"); "off" as in the
+    study, whose old log-probabilities are the trainer's own anyway."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -121,6 +127,8 @@ class TrainConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 3.0
+    mismatch: Literal["off", "truncate", "mask"] = "off"
+    mismatch_cap: float = 2.0
     kl_coef: float = 0.01
     entropy_coef: float = 0.001
     learning_rate: float = 1e-6
@@ -399,10 +407,12 @@ def _check(config: RunConfig) -> None:
     if rollout.top_p != 1 or rollout.top_k != -1:
         raise ConfigError(
             f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: truncated sampling draws from a "
-            "renormalised distribution, so its log-probabilities are not those that the trainer differentiates, and the "
-            "policy ratio is wrong by the mass that was cut off.",
+            "renormalised distribution, so its log-probabilities are not those that the trainer differentiates, and "
+            "the policy ratio is wrong by the mass that was cut off.",
             "use rollout.top_p=1.0 and rollout.top_k=-1; lower eval.temperature for sharper evaluation.",
         )
+    if train.mismatch_cap < 1:
+        raise ConfigError(f"train.mismatch_cap = {train.mismatch_cap} is below 1.", "use 1 or more, as a rule 2.0.")
     if rollout.engine == "sglang":
         _check_sglang(rollout)
     longest = rollout.prompt_tokens + rollout.response_tokens
@@ -462,6 +472,6 @@ def _check_sglang(rollout: RolloutConfig) -> None:
         raise ConfigError("rollout.sglang has a time limit or a number of restarts below 0.", "use positive numbers.")
     if servers.urls and servers.sync == "ipc":
         raise ConfigError(
-            "rollout.sglang.sync = 'ipc' needs servers on the trainer's own GPUs, but rollout.sglang.urls names others.",
+            "rollout.sglang.sync = 'ipc' needs servers on the trainer's own GPUs; rollout.sglang.urls names others.",
             "use sync=disk with a folder that all hosts see, or sync=nccl.",
         )

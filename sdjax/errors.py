@@ -4,7 +4,7 @@ Every message says what was found and ends with what to do. A failure is attribu
 reader of FAILED.json knows where to look without a stack trace.
 """
 
-# Exit codes of the command line, by which launchers decide what comes next. Failures that would only repeat are 1 and 2.
+# Exit codes of the command line, by which launchers decide what comes next; 1 and 2 would only repeat.
 FAILED_EXIT_CODE, CONFIG_EXIT_CODE = 1, 2
 LOCKED_EXIT_CODE = 73  # EX_CANTCREAT: another process works in the run directory
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGUSR1; the same command goes on

@@ -1,8 +1,9 @@
 """Command line: ``python -m sdjax.main --config=FILE[:arguments] --workdir=DIR --mode=MODE``.
 
 Modes of a run: train, sft (warm start), eval (final evaluation), report, demos (expert episodes as a file). Modes of a
-benchmark: prepare (downloads into the form that env.data names) and play (in the terminal). ``--mode=compare A B`` sets
-two runs side by side. ``--mode=study --study=plan|status|run|report|launch`` works on a whole grid of runs.
+benchmark: prepare (downloads into the form that env.data names) and play (in the terminal). ``--mode=export`` writes a
+checkpoint of a run as a Hugging Face directory. ``--mode=compare A B`` sets two runs side by side.
+``--mode=study --study=plan|status|run|report|launch`` works on a whole grid of runs.
 
 Every key of the config can be overridden: ``--config.train.steps=20``. Starting the same command again goes on where
 the last one stopped; a finished run returns at once.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Python file with get_config(), e.g. experiments/alfworld.py:sdar"
 )
-_MODES = ["train", "sft", "eval", "report", "compare", "demos", "prepare", "play", "study"]
+_MODES = ["train", "sft", "eval", "report", "compare", "demos", "prepare", "play", "study", "export"]
 _AGENTS = ["human", "expert", "random", "rule", "checkpoint"]
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, of the report, or of what is written.")
 _MODE = flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
@@ -49,6 +50,9 @@ _AGENT = flags.DEFINE_enum("agent", "human", _AGENTS, "Who plays (play).")
 _TASK = flags.DEFINE_string("task", "", "Task id (play); default: the first of the panel.")
 _TEACHER = flags.DEFINE_bool("teacher", False, "Show what a teacher would read (play).")
 _EPISODES = flags.DEFINE_integer("episodes", 1, "Episodes, of an agent that is not human (play).")
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint (export); default: the newest.", lower_bound=0)
+_OUT = flags.DEFINE_string("out", "", "Where the checkpoint goes (export); default: WORKDIR/export/step_NNNNNN.")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the written weights (export).")
 
 
 def main(argv: list[str]) -> int:
@@ -103,6 +107,8 @@ def _run(console: Console) -> int:
         out = build_report(find_runs(_RUNS.value or [workdir]), workdir / "report.html")
         console.print(f"report: {out}")
         return 0
+    if _MODE.value == "export":
+        return _export(workdir, console)
     if _CONFIG.value is None:
         raise ConfigError("--config is missing.", "add --config=experiments/quickstart.py, for example.")
 
@@ -145,6 +151,17 @@ def _study(workdir: Path, console: Console) -> int:
 
     options = Options(_CELLS.value, _PARALLEL.value, _RUNS.value, _LAUNCHER.value, _OPTIONS.value)
     return execute(_STUDY.value, _CONFIG.value, workdir, options, console)
+
+
+def _export(workdir: Path, console: Console) -> int:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the run may be using all of the accelerators' memory
+    from sdjax.train.export import export
+
+    out = export(workdir, step=_STEP.value, out=Path(_OUT.value) if _OUT.value else None, dtype=_DTYPE.value)
+    console.print(f"export: {out}")
+    return 0
 
 
 def _compare(paths: list[str], console: Console) -> int:

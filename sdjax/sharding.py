@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sdjax.errors import ConfigError
 
@@ -56,7 +56,7 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
     return Mesh(np.array(devices[:wanted]).reshape(data, fsdp, tensor), AXES)
 
 
-def check_divides(mesh: Mesh, sizes: Mapping[str, Mapping[str, int]]) -> None:
+def check_divides(mesh: Mesh | AbstractMesh, sizes: Mapping[str, Mapping[str, int]]) -> None:
     """Refuses a mesh that cannot divide a model.
 
     sizes: for each logical axis the numbers that its mesh axis must divide, by their names in config.json; for
@@ -77,7 +77,7 @@ def check_divides(mesh: Mesh, sizes: Mapping[str, Mapping[str, int]]) -> None:
             )
 
 
-def parameter_spec(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+def parameter_spec(mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Where a parameter with these logical axes lies. Raises ConfigError for an axis that does not divide."""
     spec: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
@@ -232,8 +232,9 @@ def over_batch_and_heads(
     its own rows and heads.
 
     inputs: for each argument a letter per axis, "B" for rows (divided over data and fsdp), "H" for heads (over tensor)
-    and "-" for others; trailing arguments may be left out of a call. outputs: the same for the results. Rows or heads
-    that do not divide evenly in every argument are whole on every device, which then repeats the work of others.
+    and "-" for others; trailing arguments may be left out of a call. outputs: the same for the results. Heads that do
+    not divide evenly in every argument, and rows that do not or are not equally many, are whole on every device, which
+    then repeats the work of others.
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -245,7 +246,9 @@ def over_batch_and_heads(
             axes = tuple(axis for axis in axes if axis in mesh.axis_names)
             size = math.prod(mesh.shape[axis] for axis in axes)
             sizes = [x.shape[spec.index(letter)] for x, spec in zip(arrays, specs, strict=True) if letter in spec]
-            return axes if all(n % size == 0 for n in sizes) else None
+            # A part of few rows would not meet its rows in a part of more.
+            together = letter == "H" or len(set(sizes)) == 1
+            return axes if together and all(n % size == 0 for n in sizes) else None
 
         places = {"B": place("B", ROWS), "H": place("H", ("tensor",))}
         to_spec = lambda spec: PartitionSpec(*(places.get(letter) for letter in spec))  # noqa: E731

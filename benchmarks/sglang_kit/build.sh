@@ -1,10 +1,10 @@
 #!/bin/bash
 # Makes OUT/kit.tar.xz: SGLang 0.5.17, trimmed to what serves text models on one Hopper GPU, from PyPI's wheels.
 #
-#     benchmarks/sglang_kit/build.sh [OUT]        # default .sgkit; needs pip, unzip, xz; about four minutes
+#     benchmarks/sglang_kit/build.sh [OUT]        # default .sgkit; needs pip, unzip, xz; some minutes, mostly xz
 #
 # For machines that have PyTorch 2.11 (CUDA 13), nvcc and Python 3.12 and reach no package index. The full set of wheels
-# is 3 GB, the kit 45 MB: of the kernels only the one file that Hopper loads (no FlashAttention 3: use triton), none of
+# is 3 GB, the kit 33 MB: of the kernels only the one file that Hopper loads (no FlashAttention 3: use triton), none of
 # the image generation, and stubs in place of flashinfer and xgrammar (stubs.py).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -18,6 +18,7 @@ from sdjax.losses.grpo import clipped_surrogate, group_advantages, reference_kl,
 from sdjax.losses.grsd import grsd_advantages, grsd_multiplier, grsd_terms, has_contrast
 from sdjax.losses.icsd import icsd, icsd_terms, icsd_weight
 from sdjax.losses.masked import micro_token_mean, nonfinite_tokens, token_mean
+from sdjax.losses.mismatch import mismatch_weight
 from sdjax.losses.ocsd import ocsd_advantages, ocsd_select
 from sdjax.losses.ovcsd import ovcsd_contrast, ovcsd_suffix_weight, ovcsd_trigger, suffix_forward_kl
 from sdjax.losses.pcsd import pcsd, pcsd_terms, pcsd_weight
@@ -67,6 +68,7 @@ __all__ = [
     "icsd_terms",
     "icsd_weight",
     "micro_token_mean",
+    "mismatch_weight",
     "nonfinite_tokens",
     "ocsd_advantages",
     "ocsd_select",

@@ -77,6 +77,7 @@ class RowBatch:
     views: Mapping[str, np.ndarray] = field(default_factory=dict)
     context: Mapping[str, np.ndarray] = field(default_factory=dict)
     sites: SiteRows | None = None  # None: no continuation was verified
+    engine_weight_NL: np.ndarray | None = None  # weight of each token's surrogate (losses.mismatch_weight); None: 1
 
 
 @dataclass(frozen=True)

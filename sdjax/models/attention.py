@@ -16,6 +16,9 @@ from sdjax.models import cudnn, decode_kernel
 from sdjax.sharding import over_batch_and_heads
 
 QUERY_CHUNK = 512
+# Axes of arguments and results for ``sharding.over_batch_and_heads``.
+PACKED_AXES = (["B-H-"] * 3 + ["B-"], ["B-H-"])
+PREFIXED_AXES = (["B-H-"] * 3 + ["B-"] + ["B-H-"] * 2 + ["B"], ["B-H-"])
 
 
 def _attend(q_BTHK: jax.Array, k_BSJK: jax.Array, v_BSJK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
@@ -55,16 +58,23 @@ def _chunks(total: int) -> list[tuple[int, int]]:
 
 
 def packed_attention(
-    q_BTHK: jax.Array, k_BTJK: jax.Array, v_BTJK: jax.Array, segment_BT: jax.Array, *, implementation: str = "xla"
+    q_BTHK: jax.Array,
+    k_BTJK: jax.Array,
+    v_BTJK: jax.Array,
+    segment_BT: jax.Array,
+    *,
+    implementation: str = "xla",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Causal attention inside equal segments of packed rows.
 
     q_BTHK: [B, T, heads, head_dim]; k_BTJK, v_BTJK: [B, T, kv_heads, head_dim]; segment_BT: int. A segment must lie in
-    one piece, in order; with ``"cudnn"`` at most ``cudnn.MAX_SEGMENTS`` of them in a row, padding included. Returns
-    [B, T, heads, head_dim].
+    one piece, in order; with ``"cudnn"`` at most ``cudnn.MAX_SEGMENTS`` of them in a row, padding included. mesh: the
+    devices that share the rows and heads, for ``"cudnn"``. Returns [B, T, heads, head_dim].
     """
     if implementation == "cudnn":
-        return cudnn.packed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT)
+        kernel = over_batch_and_heads(cudnn.packed_attention, mesh, *PACKED_AXES)
+        return kernel(q_BTHK, k_BTJK, v_BTJK, segment_BT)
     empty = k_BTJK[:, :0]
     return _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, empty, empty, jnp.zeros(len(empty), jnp.int32))
 
@@ -79,6 +89,7 @@ def prefixed_attention(
     length_B: jax.Array,
     *,
     implementation: str = "xla",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """``packed_attention`` whose tokens also attend to the first ``length_B`` (at least 1) keys of their row's prefix.
 
@@ -86,7 +97,8 @@ def prefixed_attention(
     """
     k_BPJK, v_BPJK = k_BPJK.astype(k_BTJK.dtype), v_BPJK.astype(v_BTJK.dtype)
     if implementation == "cudnn":
-        return cudnn.prefixed_attention(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B)
+        kernel = over_batch_and_heads(cudnn.prefixed_attention, mesh, *PREFIXED_AXES)
+        return kernel(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B)
     return _packed_xla(q_BTHK, k_BTJK, v_BTJK, segment_BT, k_BPJK, v_BPJK, length_B)
 
 

@@ -26,11 +26,11 @@ class Cache:
     """Keys and values of the tokens seen so far, float, ``[layers, rows, length, kv_heads, head_dim]``.
 
     Axis 1 of every leaf is the row. A position that was never written holds zeros (finite, always masked). A family
-    whose layers remember a row in another form adds leaves (``qwen3_5.HybridCache``).
+    whose layers remember a row in another form adds leaves (``qwen3_5.HybridCache``). See also ``by_layer``.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Any
+    v: Any
 
     @property
     def rows(self) -> int:

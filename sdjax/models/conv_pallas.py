@@ -5,6 +5,8 @@ taps. Each reads its tokens and the few before or after them. One program handle
 """
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +51,14 @@ def _taps(row: _Row, x, kernel, sign: int):
         yield taps - 1 - away, kernel[taps - 1 - away, :].astype(jnp.float32), tokens
 
 
+def _sum(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
 def _forward_kernel(x, kernel, segment, out):
     """Refs: x, out [T, C]; kernel [L, C]; segment [T]."""
     row = _Row(segment, x.shape[0])
-    total = sum(tokens * tap[None] for _, tap, tokens in _taps(row, x, kernel, -1))
+    total = _sum(tokens * tap[None] for _, tap, tokens in _taps(row, x, kernel, -1))
     out[row.own, :] = (total * jax.nn.sigmoid(total)).astype(out.dtype)
 
 
@@ -61,7 +67,7 @@ def _total_kernel(x, kernel, segment, dout, dtotal_out, dkernel_out):
     program's share of the kernel's."""
     row = _Row(segment, x.shape[0])
     seen = list(_taps(row, x, kernel, -1))
-    total = sum(tokens * tap[None] for _, tap, tokens in seen)
+    total = _sum(tokens * tap[None] for _, tap, tokens in seen)
     gate = jax.nn.sigmoid(total)
     dtotal = row.load(dout, 0) * gate * (1.0 + total * (1.0 - gate))
     dtotal_out[row.own, :] = dtotal.astype(dtotal_out.dtype)
@@ -72,7 +78,7 @@ def _total_kernel(x, kernel, segment, dout, dtotal_out, dkernel_out):
 def _input_kernel(dtotal, kernel, segment, dx_out):
     """Refs as above: hands the cotangent of each token's sum back to the tokens that it was made of."""
     row = _Row(segment, dtotal.shape[0])
-    dx = sum(tokens * tap[None] for _, tap, tokens in _taps(row, dtotal, kernel, 1))
+    dx = _sum(tokens * tap[None] for _, tap, tokens in _taps(row, dtotal, kernel, 1))
     dx_out[row.own, :] = dx.astype(dx_out.dtype)
 
 
@@ -135,4 +141,5 @@ def pallas_conv(x_BTC: jax.Array, kernel_LC: jax.Array, segment_BT: jax.Array, *
     more = -length % TOKENS
     x_BTC = jnp.pad(x_BTC, ((0, 0), (0, more), (0, 0)))
     segment_BT = jnp.pad(segment_BT.astype(jnp.int32), ((0, 0), (0, more)), constant_values=_NO_SEGMENT)
-    return _conv(x_BTC, kernel_LC, segment_BT, tuning)[:, :length]
+    conv: Any = _conv  # the type of a custom_vjp says nothing of its result
+    return conv(x_BTC, kernel_LC, segment_BT, tuning)[:, :length]

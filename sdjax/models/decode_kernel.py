@@ -5,6 +5,7 @@ key/value head with its group of query heads; softmax runs over blocks of keys, 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +74,7 @@ def decode_attention(
     one = pl.BlockSpec((None, None, K), lambda s, j: (s, j, 0))
     scalar = pl.BlockSpec((1,), lambda s, j: (s,))
     cache = pl.BlockSpec((None, length, None, K), lambda s, j: (s, 0, j, 0))
-    compiled = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
-    out_SJGK, k_RLJK, v_RLJK = pl.pallas_call(
+    function: Any = pl.pallas_call(
         functools.partial(_kernel, block=block),
         grid=(S, J),
         in_specs=[queries, one, one, scalar, scalar, cache, cache],
@@ -83,7 +83,10 @@ def decode_attention(
         input_output_aliases={5: 1, 6: 2},
         interpret=interpret,
         name="decode_attention",
-        **compiled,
-    )(q_SJGK, new_k_SJK, new_v_SJK, position_S.astype(jnp.int32), active_S.astype(jnp.int32), k_RLJK, v_RLJK)
+        compiler_params=None if interpret else triton.CompilerParams(num_warps=warps, num_stages=stages),
+    )
+    out_SJGK, k_RLJK, v_RLJK = function(
+        q_SJGK, new_k_SJK, new_v_SJK, position_S.astype(jnp.int32), active_S.astype(jnp.int32), k_RLJK, v_RLJK
+    )
     out_S1HK = out_SJGK[:, :, : H // J].reshape(S, 1, H, K).astype(q_S1HK.dtype)
     return out_S1HK, k_RLJK, v_RLJK

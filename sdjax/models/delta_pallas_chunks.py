@@ -103,9 +103,11 @@ def _inverse(a_CD: jax.Array, dtype, dot) -> jax.Array:
 def _prepare_kernel(k, v, g, beta, segment, w_out, u_out, k_out, decay_out, inverse_out, *, columns: int, dot):
     """Refs: k [C, K]; v [C, E]; g, beta [C]; segment [T]; decay_out [N]; inverse_out [C, C]; others [C, K or E]."""
     dtype = v.dtype
-    (row, column), d, unit, beta_C = _places(), _decays(g, segment), _unit(k), beta[...]
+    (row, column), d = _places(), _decays(g, segment)
+    inside_CD = d.inside()  # before the products: after them it would wait for registers
+    unit, beta_C = _unit(k), beta[...]
     k_CK = unit.vector.astype(dtype)
-    a_CD = jnp.where(row > column, dot(k_CK, k_CK.T) * d.inside(), 0.0) * beta_C[:, None]
+    a_CD = jnp.where(row > column, dot(k_CK, k_CK.T) * inside_CD, 0.0) * beta_C[:, None]
     k_out[...] = (unit.vector * d.until_end[:, None]).astype(dtype)
     decay_out[pl.program_id(_GRID_CHUNK)] = d.whole
     inverse_CD = _inverse(a_CD, dtype, dot)
@@ -126,8 +128,10 @@ def _prepare_kernel(k, v, g, beta, segment, w_out, u_out, k_out, decay_out, inve
 def _output_kernel(q, k, g, segment, before, x, out, *, columns: int, scale: float, dot):
     """Refs: q, k [C, K]; g [C]; segment [T]; before [K, E]; x, out [C, E]."""
     dtype = x.dtype
-    d, q_CK = _decays(g, segment), _unit(q).vector * scale
-    seen_CD = (dot(q_CK.astype(dtype), _unit(k).vector.astype(dtype).T) * d.inside()).astype(dtype)
+    d = _decays(g, segment)
+    inside_CD = d.inside()
+    q_CK = _unit(q).vector * scale
+    seen_CD = (dot(q_CK.astype(dtype), _unit(k).vector.astype(dtype).T) * inside_CD).astype(dtype)
     q_CK = (q_CK * d.since_start[:, None]).astype(dtype)
 
     def some_values(i, _):

@@ -180,11 +180,12 @@ class DenseModel(Model):
             block = self._whole_block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_BTD), rope)
             if prefix is None or before is None:
-                o = packed_attention(q, k, v, segment_BT, implementation=self.attention)
+                o = packed_attention(q, k, v, segment_BT, implementation=self.attention, mesh=self.mesh)
             else:
                 o = prefixed_attention(
-                    q, k, v, segment_BT, before.k, before.v, prefix.length_B, implementation=self.attention
-                )
+                    q, k, v, segment_BT, before.k, before.v, prefix.length_B,
+                    implementation=self.attention, mesh=self.mesh,
+                )  # fmt: skip
             return sharding.divide_rows(self.mesh, block.feed_forward(x_BTD + block.attn.out(o))), None
 
         x_BTD = embed(params, tokens_BT, segment_BT != 0, self.compute_dtype, mesh=self.mesh)
@@ -218,7 +219,7 @@ class DenseModel(Model):
         def layer(x_STD: jax.Array, layer_params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             block = self._whole_block(layer_params)
             q, k, v = block.attn.qkv(block.attn_norm(x_STD), rope)
-            o = packed_attention(q, k, v, segment_ST, implementation=self.attention)
+            o = packed_attention(q, k, v, segment_ST, implementation=self.attention, mesh=self.mesh)
             k, v = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype or self.compute_dtype) for x in (k, v))
             return sharding.divide_rows(self.mesh, block.feed_forward(x_STD + block.attn.out(o))), (k, v)
 

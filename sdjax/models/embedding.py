@@ -19,13 +19,14 @@ def embed(
     mesh: devices that the parameters and the rows (first axis) are divided over.
     """
     tokens = jnp.where(valid_XT, tokens_XT, 0)
-    divided = mesh is not None and sharding.divides_rows(mesh, len(tokens))
-    if divided:
+    if mesh is not None and not sharding.divides_rows(mesh, len(tokens)):
+        mesh = None
+    if mesh is not None:
         # Each device looks its part of D up for the rows of all, and rows are exchanged for parts of D afterwards:
         # left to itself, the compiler would gather the whole embedding.
         tokens = sharding.constrain(mesh, tokens, "data")
     x = jnp.take(params["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
-    if divided:
+    if mesh is not None:
         x = sharding.constrain(mesh, x, "data", *[None] * (x.ndim - 2), "fsdp")
         x = sharding.divide_rows(mesh, x)
     return jnp.where(valid_XT[..., None], x, 0)

@@ -1,6 +1,6 @@
 """The token mixer of Qwen3.5's linear-attention layers: short convolutions, the gated delta rule, a gated norm."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ from sdjax.models.short_conv import next_tail, short_conv
 
 
 class Tails(NamedTuple):
-    """The last inputs of the three convolutions, ``[..., conv_kernel - 1, channels]`` each; zeros at a start."""
+    """The last inputs of the three convolutions, ``[..., conv_kernel - 1, channels]`` each; zeros at a start. By layer:
+    tuples of such arrays."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    q: Any
+    k: Any
+    v: Any
 
 
 class GatedDeltaNet(nnx.Module):

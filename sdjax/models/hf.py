@@ -57,7 +57,8 @@ _COMPARED_ROWS = 4096
 
 
 def load_model(directory: str | Path, *, compute_dtype: Any = "float32") -> Model:
-    """Builds the model that ``directory/config.json`` describes (no weights are read)."""
+    """Builds the model that ``directory/config.json`` describes (no weights are read). Raises ModelError."""
+    dtype_name(compute_dtype, "what is to be computed")
     raw = read_json(Path(directory) / "config.json")
     family = family_of(raw.get("model_type"))
     return family.make(family.read_config(raw), compute_dtype)
@@ -72,6 +73,8 @@ def load_params(directory: str | Path, model: Model, *, dtype: Any = None, shard
     Raises ModelError naming the damaged file, or all missing, unexpected and mis-shaped tensors.
     """
     directory, family = Path(directory), family_of(model.config.model_type)
+    if dtype is not None:
+        dtype_name(dtype, "what is to be loaded")
     headers, shapes = read_headers(directory), model.shapes()
     tensors = family.tensors(model.config)
     wanted = layout(tensors, shapes, family.prefix(headers))
@@ -168,7 +171,8 @@ def _placed(part: Part, stored: Any, shape: tuple[int, ...], dtype: Any, shardin
         return jnp.asarray(part.read(stored, (slice(None),) * len(shape)), dtype)
     seen: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         key = tuple((axis.start, axis.stop) for axis in index)
         if key not in seen:  # devices along "data" hold the same part
             seen[key] = part.read(stored, index).astype(dtype)

@@ -96,7 +96,10 @@ def workload(options: argparse.Namespace) -> "Workload":
     chosen: dict[str, Any] = {"pack_rows": data * fsdp}
     if config is not None:
         train, rollout = config.train, config.rollout
+        weights = config.teacher.weights
+        weights = config.method.build().teacher_weights if weights == "method" else weights
         chosen = {
+            "references": (config.model.reference_memory == "device") + (weights == "ema"),
             "dtype": config.model.dtype,
             "compute_dtype": config.model.compute_dtype,
             "pack_rows": train.pack_rows,
@@ -174,12 +177,12 @@ def _print(console: Console, w: "Workload", found: "Plan", compiled: "dict[str, 
     table.add_row("runtime", f"{_RUNTIME_GIB:.2f}", "context, NCCL, allocator: an estimate")
     console.print(table)
     if compiled:
-        gradient = compiled["gradient"]
+        gradient, update = compiled["gradient"], compiled["update"]
+        gib = lambda n: f"{n / _GIB:.2f}"  # noqa: E731
         console.print(
-            f"XLA on virtual CPU devices: the gradient needs {gradient.temporary / _GIB:.2f} GiB beside its arguments of "
-            f"{gradient.argument / _GIB:.2f} GiB, the formula says {found.working / _GIB:.2f}; the update "
-            f"{compiled['update'].temporary / _GIB:.2f} beside {compiled['update'].argument / _GIB:.2f} GiB. "
-            "A CPU computes bfloat16 in float32 and has no cuDNN."
+            f"XLA on virtual CPU devices: the gradient needs {gib(gradient.temporary)} GiB beside its arguments of "
+            f"{gib(gradient.argument)} GiB, the formula says {gib(found.working)}; the update {gib(update.temporary)} "
+            f"beside {gib(update.argument)} GiB. A CPU computes bfloat16 in float32 and has no cuDNN."
         )
 
 

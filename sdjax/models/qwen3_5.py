@@ -43,7 +43,7 @@ class HybridCache(Cache):
     earlier position.
     """
 
-    state: jax.Array
+    state: Any
     tails: Tails
 
 
@@ -173,7 +173,7 @@ class Qwen35Model(Model):
             block = self._whole_block(FULL, numbered[1])
             assert isinstance(block.mixer, GatedAttention)
             q, k, v, gate = block.mixer.qkv_gate(block.mixer_norm(x_BTD), rope)
-            o = packed_attention(q, k, v, segment_BT, implementation=self.attention)
+            o = packed_attention(q, k, v, segment_BT, implementation=self.attention, mesh=self.mesh)
             x_BTD = x_BTD + block.mixer.out(o, gate)
             return sharding.divide_rows(self.mesh, block.feed_forward(x_BTD)), None
 
@@ -216,10 +216,11 @@ class Qwen35Model(Model):
             (x_STD, cache), (number, layer_params) = carry, numbered
             block = self._whole_block(LINEAR, layer_params)
             assert isinstance(block.mixer, GatedDeltaNet)
-            empty = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), (cache.state, cache.tails))
-            y, *seen = block.mixer.extend(block.mixer_norm(x_STD), *empty, length_S, self._kernels)
+            old = cache.state, cache.tails
+            state, tails = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), old)
+            y, state, tails = block.mixer.extend(block.mixer_norm(x_STD), state, tails, length_S, self._kernels)
             # The whole cache is carried and updated in place; as a scanned output it would be copied once more.
-            state, tails = jax.tree.map(lambda x, y: x.at[number].set(y), (cache.state, cache.tails), tuple(seen))
+            state, tails = jax.tree.map(lambda x, y: x.at[number].set(y), old, (state, tails))
             cache = dataclasses.replace(cache, state=state, tails=tails)
             return (sharding.divide_rows(self.mesh, block.feed_forward(x_STD + y)), cache), None
 
@@ -228,7 +229,8 @@ class Qwen35Model(Model):
             block = self._whole_block(FULL, layer_params)
             assert isinstance(block.mixer, GatedAttention)
             q, k, v, gate = block.mixer.qkv_gate(block.mixer_norm(x_STD), rope)
-            x_STD = x_STD + block.mixer.out(packed_attention(q, k, v, segment_ST, implementation=self.attention), gate)
+            o = packed_attention(q, k, v, segment_ST, implementation=self.attention, mesh=self.mesh)
+            x_STD = x_STD + block.mixer.out(o, gate)
             k, v = (jnp.where(valid_ST[..., None, None], x, 0).astype(dtype) for x in (k, v))
             cache = dataclasses.replace(cache, k=cache.k.at[number].set(k), v=cache.v.at[number].set(v))
             return (sharding.divide_rows(self.mesh, block.feed_forward(x_STD)), cache), None
@@ -259,9 +261,9 @@ class Qwen35Model(Model):
             x, mixer = block.mixer_norm(x_S1D), block.mixer
             if isinstance(mixer, GatedDeltaNet):
                 whole = cache.state[number], Tails(*(tail[number] for tail in cache.tails))
-                old = jax.tree.map(lambda x: x[:rows], whole)
-                y, *new = mixer.extend(x, *old, length_S, self._kernels)
-                written[kind].append(jax.tree.map(lambda x, y: x.at[:rows].set(y), whole, tuple(new)))
+                state, tails = jax.tree.map(lambda x: x[:rows], whole)
+                y, state, tails = mixer.extend(x, state, tails, length_S, self._kernels)
+                written[kind].append(jax.tree.map(lambda x, y: x.at[:rows].set(y), whole, (state, tails)))
             else:
                 q, k, v, gate = mixer.qkv_gate(x, rope)
                 o, *kv = decode_attention(

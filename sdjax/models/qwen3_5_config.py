@@ -185,6 +185,7 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "layer_types": list(config.layer_types),
         "rms_norm_eps": config.rms_eps,
         "rope_parameters": rope,
+        "partial_rotary_factor": config.partial_rotary_factor,  # SGLang reads it here, transformers in rope_parameters
         "hidden_act": "silu",
         "attention_bias": False,
         "attn_output_gate": True,

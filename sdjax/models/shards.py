@@ -79,12 +79,14 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 def dtype_name(dtype: Any, owner: str) -> str:
     """Returns safetensors' name of a dtype; raises ModelError for one that checkpoints must not have."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+        found = dtype
     for name, known in DTYPES.items():
-        if jnp.dtype(dtype) == known:
+        if found == known:
             return name
-    raise ModelError(
-        f"{owner} has dtype {jnp.dtype(dtype).name}.", f"use one of {', '.join(map(str, DTYPES.values()))}."
-    )
+    raise ModelError(f"{owner} has dtype {found}.", f"use one of {', '.join(map(str, DTYPES.values()))}.")
 
 
 def split(items: Iterable[Item], limit: int) -> Iterator[list[Item]]:

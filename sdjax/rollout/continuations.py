@@ -115,7 +115,7 @@ class Continuations:
         """At most one branch for each of ``groups``, all groups at the same time; the result depends on seeds alone.
 
         Raises:
-          SdjaxError: anything but a failure of an environment or of one completion, which counts as a failed continuation.
+          SdjaxError: anything but a failure of an environment or of one completion, which is a failed continuation.
         """
         wanted = sorted(set(groups))
         members: Mapping[int, list[Trajectory]] = {g: [] for g in wanted}

@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One played episode. ``status`` is a Status value, or "error" when the environment or the engine failed for good."""
+    """One played episode. ``status`` is a Status value, or "error" when environment or engine failed for good."""
 
     assignment: Assignment
     status: str

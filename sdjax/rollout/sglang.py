@@ -1,15 +1,15 @@
 """SGLang servers as a rollout engine: own child processes, or servers that somebody else runs.
 
 All HTTP of completions runs on one event loop in a thread of its own, so that connections live as long as the engine
-and not as long as one rollout. A server that is lost is started again and gets the current weights, and whatever it was
-drawing fails with ``CompletionLost``: the episode is played again on a fresh environment. Requests for it wait meanwhile.
+and not as long as one rollout. A server that is lost is started again and gets the current weights; requests for it
+wait meanwhile. What it was drawing fails with ``CompletionLost``: the episode is played again on a fresh environment.
 """
 
 import asyncio
+import hashlib
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,12 @@ class SglangEngine:
         prompt = scheduler.check_request(
             request, vocab_size=len(self._protocol.sampling_mask_V), max_length=self._limits.max_length
         )
-        return await asyncio.wrap_future(self._spawn(self._generate(request, prompt)))
+        try:
+            return await asyncio.wrap_future(self._spawn(self._generate(request, prompt)))
+        except asyncio.CancelledError:
+            if self._closed:  # the caller was not cancelled: its engine went away
+                raise EngineError("the engine was closed.", "make a new engine.") from None
+            raise
 
     def update_weights(self, params: Params, version: int) -> None:
         """Hands ``params`` to all servers; nothing computed with the old weights is kept.
@@ -190,13 +195,14 @@ class SglangEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        # Before the servers: a group for weights says goodbye to them.
+        self._transfer.close()
+        if self._reload is not None:
+            self._reload.close()
         for member in self._members:
             if member.process is not None:
                 member.process.stop()
             member.server.close()
-        self._transfer.close()
-        if self._reload is not None:
-            self._reload.close()
 
     # ---- on the engine's own loop ----
 
@@ -211,7 +217,7 @@ class SglangEngine:
         await self._client.aclose()
 
     async def _generate(self, request: Request, prompt: np.ndarray) -> Completion:
-        member = self._members[zlib.crc32((request.session or request.name).encode()) % len(self._members)]
+        member = self._members[_hash(request.session or request.name) % len(self._members)]
         if member.down and member.revival is None:
             self._start_revival(member, "its process ended")
         if member.revival is not None:
@@ -233,6 +239,7 @@ class SglangEngine:
 
     async def _ask(self, member: Member, request: Request, prompt: np.ndarray) -> Completion:
         url, label, version = member.server.url, self._label, self._version
+        asked = member.server.incarnation
         body = sglang_client.body(request, prompt, self._protocol.stop_ids, self._bias, label)
         try:
             response = await self._client.post(
@@ -244,15 +251,16 @@ class SglangEngine:
             )
         except httpx2.TransportError as error:
             why = f"/generate gave no answer ({type(error).__name__})"
-            self._start_revival(member, why)
-            raise CompletionLost(f"{scheduler.request_label(request)} was lost: {url}{why}.", "look at its log.") from (
-                error
-            )
+            if asked == member.server.incarnation:  # else it is the old process that did not answer
+                self._start_revival(member, why)
+            name = scheduler.request_label(request)
+            raise CompletionLost(f"{name} was lost: {url}{why}.", "look at its log.") from error
         except ServerLost as error:
             raise CompletionLost(f"{scheduler.request_label(request)} was lost: {error.found}", error.fix) from error
         except sglang_client.WrongVersion as error:
             self.stats.extra["wrong_version"] += 1
-            self._start_revival(member, error.found)
+            if asked == member.server.incarnation:
+                self._start_revival(member, error.found)
             raise
         self.stats.prompt_tokens += len(prompt)
         self.stats.prefill_tokens += len(prompt) - cached
@@ -272,6 +280,9 @@ class SglangEngine:
             await asyncio.to_thread(self._revive, member, why, True)
         except EngineError as error:
             member.error = error
+        except Exception as error:
+            # Whatever it is, those who wait must hear of it, and nobody may try it again for ever.
+            member.error = EngineError(f"{member.server.url} was lost ({why}) and cannot be brought back: {error!r}")
         finally:
             member.revival = None
 
@@ -358,3 +369,5 @@ class SglangEngine:
                 )
 
 
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

@@ -1,7 +1,7 @@
 """One SGLang server as seen over HTTP: its version, its routes and what its failures mean.
 
-Control calls (``Server.get``, ``Server.post``) block and are made by one thread at a time for each server; ``/generate``
-runs on an event loop and has its own client, see ``sglang.py``.
+Control calls (``Server.get``, ``Server.post``) block; ``/generate`` runs on an event loop and has its own client, see
+``sglang.py``.
 """
 
 import re
@@ -172,4 +172,3 @@ def on_all(servers: Sequence[Server], call: Callable[[Server], Any]) -> list[Any
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-

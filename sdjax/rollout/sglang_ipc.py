@@ -51,21 +51,23 @@ class IpcTransfer:
         self._buckets = sglang_buckets.plan(model, dtype, bucket_bytes)
 
     def send(self, params: Params, label: str, servers: Sequence[Server]) -> None:
+        try:
+            self._send(params, label, servers)
+        finally:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()  # the trainer's own memory is JAX's
+
+    def _send(self, params: Params, label: str, servers: Sequence[Server]) -> None:
         gpus = dict(zip([server.url for server in servers], on_all(servers, _gpus)))
         wanted = sorted({gpu for numbers in gpus.values() for gpu in numbers})
         held = []
-        try:
-            for bucket in self._buckets:
-                flats, metadata = _flatten(bucket, params, wanted)
-                held.append(flats)
-                on_all(servers, lambda s, f=flats, m=metadata: _post(s, [f[gpu] for gpu in gpus[s.url]], m, label))
-            # A server answers when its copies are queued, not when they are done. The buffers live until it has
-            # answered once more, which it does behind them.
-            on_all(servers, sglang_sync.flush)
-        finally:
-            held.clear()
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()  # the trainer's own memory is JAX's
+        for bucket in self._buckets:
+            flats, metadata = _flatten(bucket, params, wanted)
+            held.append(flats)
+            on_all(servers, lambda s, f=flats, m=metadata: _post(s, [f[gpu] for gpu in gpus[s.url]], m, label))
+        # A server answers when its copies are queued, and they may still run: a bucket that is reused or freed at that
+        # moment arrives garbled. So all live until one more round trip (milliseconds; the copies take less than one).
+        on_all(servers, sglang_sync.flush)
 
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,8 +23,8 @@ _STOP_S = 15.0
 
 class ServerProcess:
     """Args:
-      command: with all flags. server: where it will answer. log: its output is appended to this file.
-      timeout_s: from start to ready.
+    command: with all flags. server: where it will answer. log: its output is appended to this file.
+    timeout_s: from start to ready.
     """
 
     def __init__(self, command: Sequence[str], server: Server, log: Path, *, timeout_s: float):
@@ -142,4 +143,4 @@ def free_port(host: str) -> int:
 
 
 def _without_key(command: Sequence[str]) -> list[str]:
-    return ["--admin-api-key=***" if part.startswith("--admin-api-key=") else part for part in command]
+    return [re.sub(r"(api-key=).*", r"\1***", part) for part in command]

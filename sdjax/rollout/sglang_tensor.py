@@ -3,6 +3,7 @@
 Both need torch beside JAX, and not SGLang: the servers build the tensors from what torch itself sends.
 """
 
+import contextlib
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import torch
 import torch.distributed
+import torch.distributed.distributed_c10d as distributed_c10d
 import torch.multiprocessing
 
 from sdjax.errors import ConfigError, EngineError
@@ -103,7 +105,7 @@ class GroupTransfer:
         sizes = [server.facts.tensor_parallel for server in servers]
         address = _own_address(servers)
         timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
-        store = torch.distributed.TCPStore(
+        store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             address, 0, 1 + sum(sizes), is_master=True, timeout=timeout, wait_for_workers=False
         )
         body = {
@@ -123,10 +125,15 @@ class GroupTransfer:
             try:
                 # The servers make their side with this function: torch has no public one for a group beside the
                 # default group that processes of other programs can join.
-                self._group, _ = torch.distributed.distributed_c10d._new_process_group_helper(
-                    1 + sum(sizes), 0, [], torch.distributed.Backend(self._backend),
-                    torch.distributed.PrefixStore(self._group_name, store), group_name=self._group_name, timeout=timeout,
-                )  # fmt: skip
+                self._group, _ = distributed_c10d._new_process_group_helper(
+                    1 + sum(sizes),
+                    0,
+                    [],
+                    torch.distributed.Backend(self._backend),
+                    distributed_c10d.PrefixStore(self._group_name, store),
+                    group_name=distributed_c10d.GroupName(self._group_name),
+                    timeout=timeout,
+                )
             except RuntimeError as error:
                 raise _broken("made", error) from error
             for reply in replies:
@@ -137,10 +144,8 @@ class GroupTransfer:
             return
         for server, incarnation in self._members:
             if server.incarnation == incarnation:
-                try:
+                with contextlib.suppress(EngineError):  # it is gone, and the group with it
                     server.post("/destroy_weights_update_group", {"group_name": self._group_name}, timeout_s=30.0)
-                except EngineError:
-                    pass  # it is gone, and the group with it
         self._group, self._members = None, ()
 
     def _broadcast(

@@ -20,7 +20,7 @@ import numpy as np
 from sdjax.errors import EngineError, SdjaxError
 from sdjax.rollout.engine import Completion, Engine, EngineStats, Request
 
-_POLL_S = 2.0  # how often a reader looks whether the engine is closed
+_POLL_S = 1.0  # how often a reader looks whether the engine is closed
 
 
 class Channel(Protocol):
@@ -61,6 +61,7 @@ class SharedEngine:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._lost: SdjaxError | None = None
+        self._readers: list[threading.Thread] = []
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -68,9 +69,11 @@ class SharedEngine:
         self._epoch, self._told = epoch, 0
         self._known: dict[str, Completion] = {}
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future]]] = {}
-        for process in range(self.channel.processes):
-            if process != self.channel.process:
-                threading.Thread(target=self._read, args=(epoch, process), daemon=True).start()
+        others = [process for process in range(self.channel.processes) if process != self.channel.process]
+        readers = [threading.Thread(target=self._read, args=(epoch, process), daemon=True) for process in others]
+        self._readers = [reader for reader in self._readers if reader.is_alive()] + readers
+        for reader in readers:
+            reader.start()
 
     async def generate(self, request: Request) -> Completion:
         """See ``Engine``. A request that was asked before under the same weights has the same answer.
@@ -101,6 +104,7 @@ class SharedEngine:
             loop = asyncio.get_running_loop()
             future = loop.create_future()
             self._waiting.setdefault(key, []).append((loop, future))
+            mine = self._waiting[key]
         try:
             return await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError:
@@ -108,6 +112,9 @@ class SharedEngine:
                 f"{request.name or 'a request'}: the process that draws it told nothing for {self._timeout_s:g} s.",
                 "look at the output of the other processes; start the same command again on all of them.",
             ) from None
+        finally:
+            with self._lock:
+                mine[:] = [entry for entry in mine if entry[1] is not future]
 
     def _read(self, epoch: int, process: int) -> None:
         """A thread: takes what ``process`` tells about one version of the weights."""
@@ -125,16 +132,15 @@ class SharedEngine:
                 if epoch != self._epoch:
                     return
                 self._known[key] = completion
-                waiting = self._waiting.pop(key, [])
-            for loop, future in waiting:
-                loop.call_soon_threadsafe(_resolve, future, completion)
+                for loop, future in self._waiting.pop(key, []):
+                    loop.call_soon_threadsafe(_resolve, future, completion)
 
     def _fail(self, error: SdjaxError) -> None:
         """Nothing will be heard any more."""
         with self._lock:
             waiting, self._waiting, self._lost = self._waiting, {}, error
-        for loop, future in itertools.chain(*waiting.values()):
-            loop.call_soon_threadsafe(_reject, future, error)
+            for loop, future in itertools.chain(*waiting.values()):
+                loop.call_soon_threadsafe(_reject, future, error)
 
     def update_weights(self, params: Any, version: int) -> None:
         """See ``Engine``. All processes call it together."""
@@ -156,6 +162,8 @@ class SharedEngine:
     def close(self) -> None:
         self._closed.set()
         self.engine.close()
+        for reader in self._readers:
+            reader.join()  # a thread that is still in JAX's client when Python ends aborts the process
 
 
 def _resolve(future: asyncio.Future, completion: Completion) -> None:

@@ -48,7 +48,7 @@ def _observe(path: Path) -> Seen | None:
     # A warm start plays no episodes while it trains.
     if not steps or not env or not method or not any(line.get("phase") == "rollout" for line in lines):
         return None
-    seconds = {once: 0.0 for once in (True, False)}
+    seconds = dict.fromkeys((True, False), 0.0)
     for line in lines:
         if line.get("phase") != "lost":
             seconds[line.get("phase") in _ONCE] += float(line.get("seconds", 0)) * int(line.get("devices", 1))

@@ -109,7 +109,9 @@ def key(value: str) -> str:
     return re.sub(r"\W|-", "_", value)
 
 
-def settings(name: str, grid: Grid, *, models: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None):
+def settings(
+    name: str, grid: Grid, *, models: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None
+) -> Any:
     """What ``get_config`` of a study file returns: the grid, and keys that the command line can override.
 
     ``--config.models.qwen3_5_2b=PATH``, ``--config.data.alfworld=PATH``, ``--config.seeds=3`` (training seeds of each

@@ -140,7 +140,9 @@ def _typed(text: str) -> dict[str, str]:
     parts = shlex.split(text)
     bad = [part for part in parts if "=" not in part]
     if bad:
-        raise ConfigError(f"overrides: {bad[0]!r} has no '='.", 'write --config.overrides="train.steps=20 eval.every=5".')
+        raise ConfigError(
+            f"overrides: {bad[0]!r} has no '='.", 'write --config.overrides="train.steps=20 eval.every=5".'
+        )
     return dict(part.split("=", 1) for part in parts)
 
 
@@ -158,7 +160,9 @@ def _cell_name(point: Point, kind: str) -> str:
     if kind == "sft":
         return "-".join([*(point[name] for name in ("env", "model") if name in point), "warm_start"])
     parts = [point[name] for name in _FIRST_AXES if name in point]
-    others = {name: value for name, value in point.items() if name not in _FIRST_AXES and (name, value) != ("seed", "0")}
+    others = {
+        name: value for name, value in point.items() if name not in _FIRST_AXES and (name, value) != ("seed", "0")
+    }
     return "-".join([*parts, *(f"{name}{value}" for name, value in others.items())])
 
 

@@ -57,8 +57,7 @@ class Runner:
     """Runs ``entries`` of a manifest, and what they need, ``parallel`` at a time.
 
     Raises:
-      ConfigError: the directory of the study is gone, ``parallel`` does not fit the accelerators, or a cell's config
-        is not the planned one any more.
+      ConfigError: the directory of the study is gone, or ``parallel`` does not fit the accelerators.
     """
 
     def __init__(self, manifest: Manifest, entries: Sequence[Entry], console: Console, *, parallel: int = 1):
@@ -163,7 +162,11 @@ class Runner:
 
         plain = resolved(config)
         if fingerprint(plain) != entry.config_sha256:
-            return Result(entry, FAILED, note="its config file has changed since the plan; run --study=plan again")
+            return Result(
+                entry,
+                FAILED,
+                note="its config file, or sdjax itself, has changed since the plan; run --study=plan again",
+            )
         missing = needs.missing(plain, self.root, model_is_made=bool(entry.needs))
         return Result(entry, UNABLE, note=missing) if missing else None
 

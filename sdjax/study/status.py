@@ -181,8 +181,9 @@ def duration(seconds: float | None) -> str:
 def show(manifest: Manifest, found: Sequence[State], console: Console) -> None:
     """Prints a table, what is to be said about single runs, and totals."""
     table = Table(title=f"study {manifest.study}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("#", "run", "state", "updates", "time left", "device-h"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("run", "state") else "right")
+    for name, width in (("#", 3), ("run", 0), ("state", 10), ("updates", 7), ("time left", 9), ("device-h", 8)):
+        left = name in ("run", "state")
+        table.add_column(name, min_width=width or None, overflow="fold", justify="left" if left else "right")
     for one in found:
         style = _STYLES.get(one.state, "")
         table.add_row(

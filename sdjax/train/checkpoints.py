@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 from sdjax.errors import CheckpointError
 
 _STATE, _PROGRESS = "state", "progress"
+_PIECE_BYTES = 256 * 2**20
 
 
 class Checkpoints:
@@ -47,7 +48,10 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{_STATE: ocp.args.StandardSave(state), _PROGRESS: ocp.args.JsonSave(progress)}
+                    **{
+                        _STATE: ocp.args.StandardSave(state, jax.tree.map(_pieces, state)),
+                        _PROGRESS: ocp.args.JsonSave(progress),
+                    }
                 ),
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -64,14 +68,18 @@ class Checkpoints:
         restored = self._restore(step, ocp.args.Composite(**{_PROGRESS: ocp.args.JsonRestore()}))
         return restored[_PROGRESS]
 
+    @staticmethod
+    def abstract(state: Any) -> Any:
+        """Shapes, dtypes and shardings of a state, without its arrays."""
+        return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+
     def restore(self, step: int, like: Any) -> Any:
-        """Restores the state with the shapes, dtypes and shardings of ``like``.
+        """Restores the state with the shapes, dtypes and shardings of ``like``, on whatever devices it was saved.
 
         Raises:
           CheckpointError: the checkpoint is damaged or belongs to another model; the message names it.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored = self._restore(step, ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)}))
+        restored = self._restore(step, ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(self.abstract(like))}))
         return restored[_STATE]
 
     def close(self) -> None:
@@ -95,3 +103,8 @@ class Checkpoints:
             f"{which} could not be written to {self.directory}: {error} (complete checkpoints: {older}).",
             "free disk space or make the directory writable, then start the same command again.",
         )
+
+
+def _pieces(x: Any) -> ocp.SaveArgs:
+    """Stacks of layers are stored layer by layer, so that an export reads one at a time."""
+    return ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES, shard_axes=(0,) if x.ndim > 2 else ())

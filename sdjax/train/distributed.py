@@ -14,14 +14,17 @@ the process takes all that the step was given.
 import hashlib
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from sdjax import interrupt
 from sdjax.errors import ConfigError, SdjaxError
 
+MEETING_S = 3600.0  # the slowest process of a run may be that far behind the first at the end of a step
 _counts: dict[str, itertools.count] = {}
 
 
@@ -167,6 +170,16 @@ class Channel:
 
     def forget(self, topic: str) -> None:
         self._client.key_value_delete(f"sdjax/{topic}/")
+
+
+def interruption() -> int | None:
+    """Number of the signal by which this or another process of the run was asked to end; None if there is none.
+
+    All processes get an answer at the same place, so that they stop together.
+    """
+    number = interrupt.received()
+    asked = any_process("interrupt", number is not None, timeout_s=MEETING_S)
+    return number or signal.SIGTERM if asked else None
 
 
 def _client() -> Any:

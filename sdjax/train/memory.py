@@ -7,8 +7,9 @@ are bytes of one device.
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ class Workload:
     pack_rows: int = 1
     pack_length: int = 8192
     loss_slots: int = 1024
-    remat: str = "full"
+    remat: Literal["none", "dots", "full"] = "full"
     references: int = 1
     slots: int = 64
     context: int = 2560
@@ -156,13 +157,18 @@ class Layer:
     stored: int
 
 
-@functools.cache
 def layer_kinds(w: Workload) -> tuple[Layer, ...]:
     """Each kind of layer of the model, by JAX's own account of what its derivative reads.
 
     The difference of two abstract models of which one has one more such layer; heads and channels are divided over
     ``tensor`` as on a device. A compiler that fuses well keeps less.
     """
+    # The rest has no part in it, and tracing takes seconds.
+    return _layer_kinds(dataclasses.replace(w, loss_slots=0, references=0, slots=0, context=0))
+
+
+@functools.cache
+def _layer_kinds(w: Workload) -> tuple[Layer, ...]:
     if not isinstance(w.config, Qwen35Config):
         changes = {"layer": ({"layers": 1}, {"layers": 2})}
     else:
@@ -214,32 +220,41 @@ def stored_activations(w: Workload) -> int:
 def attention_bytes(w: Workload) -> int:
     """Working memory of the backward pass of one attention layer.
 
-    "xla": scores, probabilities and their derivatives of one chunk of queries, float32. "cudnn": half-precision
-    partial results for each segment that a row may have; 1.0 GiB at 8,192 tokens, 8 heads of 256 and 8 segments,
-    measured on an H200.
+    "xla": scores, exponentials, probabilities and the derivatives of the last two for one chunk of queries, float32.
+    "cudnn": half-precision partial results for each segment that a row may have; 1.0 GiB at 8,192 tokens, 8 heads of
+    256 and 8 segments, measured on an H200.
     """
     c, heads = w.config, w.config.heads // w.tensor
     if w.attention == "cudnn":
         return 4 * w.rows * MAX_SEGMENTS * w.pack_length * heads * c.head_dim * 2
-    return 4 * w.rows * heads * min(QUERY_CHUNK, w.pack_length) * w.pack_length * _FLOAT32
+    return 5 * w.rows * heads * min(QUERY_CHUNK, w.pack_length) * w.pack_length * _FLOAT32
+
+
+def live_layer(w: Workload) -> tuple[Layer, int]:
+    """The layer whose backward pass holds most, and its working memory beside what the layer kept.
+
+    The MLP is first: three activations of its width. Attention comes when the six that the MLP had kept are gone.
+    """
+    mlp = 3 * w.rows * w.pack_length * (w.config.intermediate_size // w.tensor) * w.compute_bytes
+    kinds = layer_kinds(w)
+    working = {layer: max(mlp, 0 if layer.kind == LINEAR else attention_bytes(w) - 2 * mlp) for layer in kinds}
+    layer = max(kinds, key=lambda layer: layer.kept + 2 * layer.weights + working[layer])
+    return layer, working[layer]
 
 
 def _layers(w: Workload) -> list[Part]:
-    """The backward pass where it holds most: at the start of the layer that keeps most."""
     c, tokens = w.config, w.rows * w.pack_length
-    attention = {layer.kind: 0 if layer.kind == LINEAR else attention_bytes(w) for layer in layer_kinds(w)}
-    layer = max(layer_kinds(w), key=lambda layer: layer.kept + 2 * layer.weights + attention[layer.kind])
+    layer, working = live_layer(w)
     head = "embedding" if c.tie_embeddings else "head"
     # Without recomputation the activations of the layer at hand are among those that are stored.
     kept = 0 if w.remat == "none" else layer.kept
-    mlp = 3 * tokens * (c.intermediate_size // w.tensor) * w.compute_bytes
     states = (tokens + w.rows * w.loss_slots) * c.hidden_size * w.compute_bytes
     return [
         Part("gradients of the micro-batch", parameter_bytes(w), LAYERS, "before they are added"),
         Part("stored activations", stored_activations(w), LAYERS, f"remat {w.remat!r}, {c.layers} layers"),
         Part("gathered layer", 2 * layer.weights, LAYERS, "its weights and their gradient"),
-        Part("live layer", kept + mlp, LAYERS, f"{layer.kind}: what its derivative reads, and the MLP's own"),
-        Part("attention", attention[layer.kind], LAYERS, f"{w.attention}; only if the live layer attends"),
+        Part("live layer", kept, LAYERS, f"{layer.kind}: what its derivative reads"),
+        Part("work inside the layer", working, LAYERS, f"MLP, or attention by {w.attention}"),
         Part("gradient of the head", 2 * parameter_bytes(w, (head,)) + states, LAYERS, "to its weight and to states"),
     ]
 
@@ -247,7 +262,7 @@ def _layers(w: Workload) -> list[Part]:
 def _head(w: Workload) -> list[Part]:
     """The head: each device has rows of the weight and sees a chunk of the tokens of its fsdp group."""
     c, slots = w.config, w.rows * w.loss_slots
-    vocab = -(-(-(-c.vocab_size // w.tensor)) // w.fsdp)
+    vocab = math.ceil(math.ceil(c.vocab_size / w.tensor) / w.fsdp)
     chunk = min(slots, max(1, CHUNK_TOKENS // w.fsdp)) * w.fsdp
     weight = vocab * c.hidden_size * (2 * w.compute_bytes + 2 * _FLOAT32)
     return [

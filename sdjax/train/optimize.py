@@ -130,6 +130,8 @@ class Optimizer:
         totals: dict[str, float] = {}
         norms, losses = [], []
         fields = {"old": batch.old_NL, "reference": batch.reference_NL, "adv": adv_NL, **batch.views}
+        if batch.engine_weight_NL is not None:
+            fields["engine_weight"] = batch.engine_weight_NL
         auxiliary_NL = self.updater.method.auxiliary_mask(batch)
         if auxiliary_NL is not None:
             fields["auxiliary_mask"] = auxiliary_NL

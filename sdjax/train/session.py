@@ -11,12 +11,14 @@ import jax
 from jax.sharding import Mesh
 
 from sdjax import sharding
-from sdjax.config import RunConfig
+from sdjax.config import ModelConfig, RunConfig
 from sdjax.envs import make_benchmark
 from sdjax.envs.base import Benchmark, Panel
 from sdjax.envs.prompts import PromptTemplate, Protocol, load_protocol
-from sdjax.models import cudnn, load_checkpoint, resolve_checkpoint
+from sdjax.errors import ConfigError
+from sdjax.models import cudnn, delta_kernels, load_checkpoint, resolve_checkpoint
 from sdjax.models.base import Model
+from sdjax.models.qwen3_5 import Qwen35Model
 from sdjax.models.tokenizer import Tokenizer
 from sdjax.rollout.engine import Engine
 from sdjax.rollout.engines import make_engine
@@ -53,6 +55,39 @@ class Session:
         self.benchmark.close()
 
 
+def with_kernels(model: Model, config: ModelConfig) -> Model:
+    """The model with the kernels that the config asks for. Raises ConfigError for those that cannot run here."""
+    attention = cudnn.resolve(config.attention, config.compute_dtype)
+    model = dataclasses.replace(model, attention=attention, scan_layers=config.scan_layers)
+    if isinstance(model, Qwen35Model):
+        return dataclasses.replace(model, delta_rule=delta_kernels.resolve(config.delta_rule, config.compute_dtype))
+    if config.delta_rule != "auto":
+        raise ConfigError(
+            f"model.delta_rule = {config.delta_rule!r}, but a {model.config.model_type} model has no such layers.",
+            'use model.delta_rule = "auto".',
+        )
+    return model
+
+
+def check_positions(config: RunConfig, positions: int) -> None:
+    """Refuses rows longer than a model has ``positions``: it would compute them without an error, and badly.
+
+    Raises:
+      ConfigError: with the limits that make the longest row.
+    """
+    rollout, method = config.rollout, config.method.build()
+    limits = {"rollout.prompt_tokens": rollout.prompt_tokens, "rollout.response_tokens": rollout.response_tokens}
+    if method.views or method.acts:
+        limits["teacher.privileged_tokens"] = config.teacher.privileged_tokens
+    longest = sum(limits.values())
+    if longest > positions:
+        terms = " + ".join(f"{name} = {value}" for name, value in limits.items())
+        raise ConfigError(
+            f"the longest row has {longest} tokens ({terms}); the model has {positions} positions.",
+            "lower one of these limits, or use a model with more positions.",
+        )
+
+
 def open_session(config: RunConfig, logs: Path | None = None) -> Session:
     """Loads data, weights and tokenizer, and starts the engine.
 
@@ -69,8 +104,8 @@ def open_session(config: RunConfig, logs: Path | None = None) -> Session:
     model, params, tokenizer = load_checkpoint(
         config.model.path, dtype=config.model.dtype, compute_dtype=config.model.compute_dtype, mesh=mesh
     )
-    attention = cudnn.resolve(config.model.attention, config.model.compute_dtype)
-    model = dataclasses.replace(model, attention=attention)
+    model = with_kernels(model, config.model)
+    check_positions(config, model.config.max_positions)
     rollout = config.rollout
     checkpoint = resolve_checkpoint(config.model.path)
     logs = Path(tempfile.gettempdir()) / f"sdjax-logs-{os.getpid()}" if logs is None else logs
@@ -114,6 +149,10 @@ def provenance(session: Session) -> dict[str, Any]:
         },
         "benchmark": session.benchmark.provenance(),
         "model": dataclasses.asdict(session.model.config),
-        "attention": session.model.attention,
+        "kernels": {
+            "attention": session.model.attention,
+            "delta_rule": getattr(session.model, "delta_rule", None),
+            "scan_layers": session.model.scan_layers,
+        },
         "parameters": session.model.num_params(),
     }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from sdjax import interrupt, jsonl
+from sdjax import jsonl
 from sdjax.config import RunConfig, resolved
 from sdjax.envs.demos import chat_turns, draw, play_experts
 from sdjax.errors import ConfigError, DataError, SdjaxError
@@ -21,7 +21,7 @@ from sdjax.interrupt import Interrupted
 from sdjax.losses.masked import masked_sum
 from sdjax.models import save_checkpoint
 from sdjax.seeds import derive_seed
-from sdjax.train import rundir, session
+from sdjax.train import distributed, rundir, session
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import Ledger
 from sdjax.train.optimize import Optimizer
@@ -112,8 +112,8 @@ class WarmStart:
             for step in range(first, sft.steps + 1):
                 with self.ledger.phase("update"):
                     state, record = self._update(state, rows, step)
-                stopping = interrupt.received() is not None
-                if step % 100 == 0 or step == sft.steps or stopping:
+                asked = distributed.interruption()
+                if step % 100 == 0 or step == sft.steps or asked:
                     with self.ledger.phase("save"):
                         self.checkpoints.save(step, state, {"step": step})
                 seconds, lines = self.ledger.close_step(step)
@@ -121,8 +121,8 @@ class WarmStart:
                 jsonl.append(self.directory.metrics, [{"step": step, **record, **times}])
                 jsonl.append(self.directory.ledger, lines)
                 progress.sft_step(step, record["sft/loss"])
-                if stopping:
-                    interrupt.check()
+                if asked:
+                    raise Interrupted(asked)
             self._finish(state, progress)
 
     def _update(self, state: Any, rows: Sequences, step: int) -> tuple[Any, dict[str, float]]:

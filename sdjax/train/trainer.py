@@ -7,8 +7,6 @@ updates.
 
 import dataclasses
 import json
-import math
-import signal
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ from sdjax.methods.base import Advantages, RowBatch
 from sdjax.rollout.engine import SamplingParams
 from sdjax.rollout.episodes import Assignment, Trajectory, play_all
 from sdjax.seeds import derive_seed
-from sdjax.train import batch_file, distributed, rundir, session, transcripts
+from sdjax.train import batch_file, distributed, engine_gap, rundir, session, transcripts
 from sdjax.train.acting import ActingTeacher
 from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.ledger import NET, Ledger
@@ -64,9 +62,6 @@ class Completed:
     validated: bool
 
 
-_MEETING_S = 3600.0  # the slowest process of a run may be that far behind the first at the end of a step
-
-
 def draw_tasks(task_ids: tuple[str, ...], per_step: int, step: int, seed: int) -> list[str]:
     """Tasks of global step ``step`` (from 1): a new seeded permutation for every pass over the training split."""
     n = len(task_ids)
@@ -90,7 +85,7 @@ class Trainer:
     def __init__(self, config: RunConfig, directory: RunDir, console: Console):
         self.config, self.directory, self.console = config, directory, console
         plain = resolved(config)
-        distributed.agree("configuration", json.dumps(plain, sort_keys=True), timeout_s=_MEETING_S)
+        distributed.agree("configuration", json.dumps(plain, sort_keys=True), timeout_s=distributed.MEETING_S)
         directory.write_config(plain)
         directory.clear_failure()
         attempt, self.log_folder = directory.new_attempt()
@@ -136,7 +131,8 @@ class Trainer:
             self._start()
             with Progress(self.console, self.config.name, self.config.train.steps, self.first_step - 1) as progress:
                 for step in range(self.first_step, self.config.train.steps + 1):
-                    self._stop_if_asked()
+                    if number := distributed.interruption():
+                        raise Interrupted(number)
                     self._step(step, progress)
                 self.checkpoints.wait()
                 self.final_evaluation(progress)
@@ -163,7 +159,8 @@ class Trainer:
         if saved:
             last = saved[-1]
             progress = self.checkpoints.progress(last)
-            like = self.teacher_weights.join(state)
+            like = self.checkpoints.abstract(self.teacher_weights.join(state))
+            del state  # beside the restored one it would be twice the memory
             self.state = self.teacher_weights.split(self.checkpoints.restore(last, like))
             # Restored a second time even if ``last`` is 0: updates donate the buffers of the state.
             self.session.reference.set(self.checkpoints.restore(0, like)["params"])
@@ -195,12 +192,6 @@ class Trainer:
         else:
             with Progress(self.console, self.config.name, self.config.train.steps, step) as progress:
                 self._finish_step(step, saved["record"] | self._validate(step, progress))
-
-    def _stop_if_asked(self) -> None:
-        """Between two steps all processes of a run stop together; one that is alone also stops within a step."""
-        number = interrupt.received()
-        if distributed.any_process("interrupt", number is not None, timeout_s=_MEETING_S):
-            raise Interrupted(number or signal.SIGTERM)
 
     def _keep_completed(self) -> None:
         """Saves what was completed since the newest checkpoint. What was under way is lost time: it is done again."""
@@ -306,7 +297,7 @@ class Trainer:
         """All processes of a run must train on the same rows; an environment that differs would go unnoticed."""
         if distributed.several():
             lines = [[row.trajectory.ret, row.turn.prompt.tolist(), row.turn.response.tolist()] for row in rows]
-            distributed.agree(f"{what} of step {step}", json.dumps(lines), timeout_s=_MEETING_S)
+            distributed.agree(f"{what} of step {step}", json.dumps(lines), timeout_s=distributed.MEETING_S)
 
     def _act(
         self, actor: ActingTeacher, step: int, data: StepData, progress: Progress
@@ -335,8 +326,13 @@ class Trainer:
         with self.ledger.phase("score"):
             old_NL = self.optimizer.score(self.state["params"], data.sequences, shape)
             reference_NL = self.optimizer.score(self.session.reference.on_device(), data.sequences, shape)
-        batch = dataclasses.replace(data.batch, old_NL=old_NL, reference_NL=reference_NL)
-        record = self._engine_gap(step, data.rows, old_NL)
+        record = engine_gap.measure(data.rows, old_NL, self.config.rollout, step)
+        if record["engine/logp_gap_abs_mean"] > self.config.rollout.warn_gap:
+            gap, limit = record["engine/logp_gap_abs_mean"], self.config.rollout.warn_gap
+            self.console.print(f"[yellow]step {step}: engine/trainer log-prob gap {gap:.3g} > {limit}")
+        weight_NL, weighted = engine_gap.weights(data.rows, old_NL, data.batch.mask_NL, self.config.train)
+        record |= weighted
+        batch = dataclasses.replace(data.batch, old_NL=old_NL, reference_NL=reference_NL, engine_weight_NL=weight_NL)
         if self.teacher is not None:
             progress.phase("teacher")
             with self.ledger.phase("teacher"):
@@ -363,32 +359,6 @@ class Trainer:
             for name, text in self.teacher.examples(rows).items():
                 if not paths[name].exists():
                     paths[name].write_text(text, encoding="utf-8")
-
-    def _engine_gap(self, step: int, rows: list[Row], old_NL: np.ndarray) -> dict[str, float]:
-        """Difference between the engine's and the trainer's log-probabilities of the same tokens."""
-        gaps = np.concatenate(
-            [
-                row.turn.engine_logps - old_NL[i, : len(row.turn.response)]
-                for i, row in enumerate(rows)
-                if not row.extra  # drawn under another prompt
-            ]
-        )
-        ratio = np.exp(np.clip(-gaps, -20, 20))
-        record = {
-            "engine/logp_gap_abs_mean": float(np.abs(gaps).mean()),
-            "engine/logp_gap_abs_max": float(np.abs(gaps).max()),
-            "engine/kl_sample_train_k3": float((ratio - 1 + gaps).mean()),
-        }
-        gap, limits = record["engine/logp_gap_abs_mean"], self.config.rollout
-        if not math.isfinite(gap) or gap > limits.stop_gap:
-            raise EngineError(
-                f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} nats on average "
-                f"(rollout.stop_gap = {limits.stop_gap}).",
-                "the engine runs other weights, another dtype or another temperature; the last checkpoint is intact.",
-            )
-        if gap > limits.warn_gap:
-            self.console.print(f"[yellow]step {step}: engine/trainer log-prob gap {gap:.3g} > {limits.warn_gap}")
-        return record
 
     def _save_transcripts(self, step: int, data: StepData, adv: Advantages) -> None:
         rollout = self.config.rollout
@@ -472,9 +442,7 @@ def missing_seeds(config: RunConfig, directory: RunDir, tasks: int, panel_sha: s
     return [
         seed
         for seed in range(config.eval.final_seeds)
-        if not evaluation.is_complete(
-            directory.final(seed), tasks=tasks, panel_sha=panel_sha, step=config.train.steps
-        )
+        if not evaluation.is_complete(directory.final(seed), tasks=tasks, panel_sha=panel_sha, step=config.train.steps)
     ]
 
 

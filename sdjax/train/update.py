@@ -46,10 +46,12 @@ def token_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """Everything of the loss that depends on the student's log-probabilities alone (methods.md, section 3.5)."""
     clip_high = method.clip_high()
+    # All branches of the surrogate are proportional to the advantage, so that a positive weight may go in with it.
+    adv = fields["adv"] * jax.lax.stop_gradient(fields["engine_weight"]) if "engine_weight" in fields else fields["adv"]
     surrogate = losses.clipped_surrogate(
         student,
         fields["old"],
-        fields["adv"],
+        adv,
         mask,
         clip_low=train.clip_low,
         clip_high=train.clip_high if clip_high is None else clip_high,

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
@@ -21,7 +21,7 @@ SlurmUser=root
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=3
+AuthInfo=cred_expire=5,socket={folder}/munge.sock
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -30,8 +30,6 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 JobRequeue=1
-SlurmctldDebug=debug2
-SlurmdDebug=debug2
 KillWait=5
 MaxArraySize=1001
 AccountingStorageType=accounting_storage/none
@@ -73,6 +71,19 @@ class Slurm:
         lines = self.call("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
         return dict(line.split() for line in lines)
 
+    def signal(self, element: str, arrived: Callable[[], bool]) -> None:
+        """Sends SIGTERM to the shell of an element, as Slurm does when time is nearly over.
+
+        In an array with a limit on running elements, scancel of Slurm 22.05 sends the signal, takes the answer for a
+        refusal and sends it again after some seconds; it is stopped as soon as the signal was seen to arrive.
+        """
+        command = ["scancel", "--batch", "--signal=TERM", element]
+        with subprocess.Popen(command, env=self.environment, stderr=subprocess.DEVNULL) as process:
+            try:
+                wait_until(arrived)
+            finally:
+                process.kill()
+
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Slurm]:
@@ -92,14 +103,13 @@ def cluster() -> Iterator[Slurm]:
         ["slurmd", "-D"],
     ]
     with (folder / "daemons.log").open("w") as log, contextlib.ExitStack() as stack:
-        stack.callback(lambda: subprocess.run(["cp","-r",str(folder),"/tmp/slurm_kept"]))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for command in daemons:
             process = subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
             stack.callback(_end, process)
             if command[0] == "munged":
-                _wait(lambda: (folder / "munge.sock").exists(), process)
-        _wait(lambda: "idle" in _try(slurm, "sinfo", "--noheader", "--format=%t"), process)
+                wait_until(lambda: (folder / "munge.sock").exists(), process)
+        wait_until(lambda: "idle" in _try(slurm, "sinfo", "--noheader", "--format=%t"), process)
         stack.callback(_cancel, slurm)
         yield slurm
 
@@ -108,7 +118,7 @@ def _cancel(slurm: Slurm) -> None:
     _try(slurm, "scancel", "--full", "--signal=KILL", "--user=root")
     _try(slurm, "scancel", "--user=root")
     with contextlib.suppress(TimeoutError):
-        _wait(lambda: not _try(slurm, "squeue", "--noheader"), None)
+        wait_until(lambda: not _try(slurm, "squeue", "--noheader"), seconds=30)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -124,14 +134,15 @@ def _try(slurm: Slurm, *command: str) -> str:
     return subprocess.run(command, env=slurm.environment, capture_output=True, text=True).stdout
 
 
-def _wait(condition, process: subprocess.Popen | None, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = 170.0) -> None:
+    """Waits; ends at once if ``process`` does."""
     end = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:
             raise ChildProcessError(f"{process.args} ended with {process.returncode}")
         if time.monotonic() > end:
-            raise TimeoutError("a daemon of Slurm did not come up")
-        time.sleep(0.1)
+            raise TimeoutError("not within the time")
+        time.sleep(0.05)
 
 
 def _free_port() -> int:

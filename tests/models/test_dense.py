@@ -1,5 +1,6 @@
 """The dense decoder against itself: packed rows, padding, caches, gradients, sharding names."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sdjax.errors import ConfigError
 from sdjax.models import attention
 from sdjax.models.base import masked_logits
 from sdjax.models.config import ModelConfig
@@ -155,6 +157,16 @@ def test_recomputation_and_query_chunks_change_no_gradient(monkeypatch):
     parts, parts_gradient = _gradient(BASE, remat="full")(params, *inputs)
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
     jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b)), parts_gradient, whole_gradient)
+
+
+def test_written_out_layers_and_an_unknown_recomputation():
+    model, params = _model()
+    tokens, position, segment = _packed([20, 9, 14], 2, seed=6)[1]
+    written = dataclasses.replace(model, scan_layers=False)
+    run = lambda m, remat: m.hidden(params, tokens, position, segment, remat=remat)  # noqa: E731
+    _close(np.asarray(run(written, "dots")), np.asarray(run(model, "none")))
+    with pytest.raises(ConfigError, match="remat is 'some'"):
+        run(model, "some")
 
 
 @functools.cache

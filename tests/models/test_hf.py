@@ -5,6 +5,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -143,6 +144,26 @@ def test_truncated_weights_name_the_file(checkpoint, keep):
     (directory / hf.WEIGHTS).write_bytes(data[:keep])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
         load_params(directory, model)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "float8_e4m3fn", "bfloat15"])
+def test_a_dtype_that_is_not_computed_is_refused(checkpoint, dtype):
+    directory, model, _ = checkpoint
+    with pytest.raises(ModelError, match=f"loaded has dtype {dtype}. To fix: use one of float32, bfloat16, float16"):
+        load_params(directory, model, dtype=dtype)
+    with pytest.raises(ModelError, match=f"computed has dtype {dtype}"):
+        load_model(directory, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.int8, np.int64])
+def test_stored_dtypes_that_are_not_computed_are_all_named(checkpoint, dtype):
+    directory, model, _ = checkpoint
+    names = ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias"]
+    _rewrite(directory, lambda values: values.update({n: values[n].astype(dtype) for n in names}))
+    with pytest.raises(ModelError) as error:
+        load_params(directory, model)
+    for name in names:
+        assert str(error.value).count(f"{name} has the unsupported dtype") == 1
 
 
 def test_missing_files_are_named(checkpoint, tmp_path):

@@ -324,3 +324,9 @@ def test_import_and_export_hold_one_shard_in_memory(tmp_path):
     largest = max(path.stat().st_size for path in tmp_path.glob("model-*")) / 2**20
     bound = 1.3 * largest + 32  # the whole model would not fit
     assert size > 1.5 * bound and max(written, read) < bound, (written, read, size, largest)
+
+
+def test_engines_find_the_rotary_factor_where_they_look():
+    text = write_config(CONFIG, "float32")["text_config"]
+    assert text["partial_rotary_factor"] == text["rope_parameters"]["partial_rotary_factor"] == 0.5
+    assert read_config(write_config(CONFIG, "float32")).partial_rotary_factor == 0.5

@@ -178,15 +178,16 @@ def test_padding_never_leaks(pad_id, config):
         assert np.isfinite(value) and all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
-def test_recomputation_and_another_recurrence_change_no_gradient():
+def test_recomputation_another_recurrence_and_written_out_layers_change_no_gradient():
     model, params = _model()
     rows = [_tokens(6 + i, n) for i, n in enumerate((40, 9, 44))]
     inputs, _ = _packed(rows, 2)
     whole, whole_gradient = _gradient(model)(params, *inputs)
     other = dataclasses.replace(model, delta_rule="xla_associative")
-    found, gradient = _gradient(other, remat="full")(params, *inputs)
-    np.testing.assert_allclose(found, whole, rtol=1e-5)
-    jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b), 3e-4), gradient, whole_gradient)
+    for changed, remat in ((other, "full"), (dataclasses.replace(model, scan_layers=False), "dots")):
+        found, gradient = _gradient(changed, remat=remat)(params, *inputs)
+        np.testing.assert_allclose(found, whole, rtol=1e-5)
+        jax.tree.map(lambda a, b: _close(np.asarray(a), np.asarray(b), 3e-4), gradient, whole_gradient)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 from sdjax.rollout.embedded_steps import rows_sharding
 
 PROGRAM = """
-import asyncio
+import asyncio, dataclasses
 import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sdjax import sharding
 from sdjax.models.config import ModelConfig
 from sdjax.models.dense import DenseModel
 from sdjax.rollout.embedded import EmbeddedEngine
@@ -23,12 +23,9 @@ model = DenseModel(ModelConfig(
     model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=32, layers=2, heads=2, kv_heads=2, head_dim=16,
     max_positions=64, tie_embeddings=True, initializer_range=0.4))
 params = model.init(jax.random.key(0))
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4, 1), ("data", "fsdp", "tensor"))
-spread = jax.tree.map(
-    lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), "fsdp"))), params)
 requests = [Request(np.arange(1 + i % 9), i, SamplingParams(1.0, 6)) for i in range(12)]
 
-def draw(params, mesh):
+def draw(model, params, mesh):
     engine = EmbeddedEngine(model, params, stop_ids=[3], sampling_mask_V=np.ones(64, bool), slots=8, max_length=16,
                             prefill_rows=4, decode_chunk=4, mesh=mesh)
     async def run():
@@ -36,13 +33,17 @@ def draw(params, mesh):
     completions = asyncio.run(run())
     return engine, completions
 
-one, first = draw(params, None)
-many, second = draw(spread, mesh)
-leaf = jax.tree.leaves(many._cache)[0]
-assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, leaf.sharding
-for a, b in zip(first, second):
-    assert a.tokens.tolist() == b.tokens.tolist(), (a, b)
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+one, first = draw(model, params, None)
+for shape, rows in (((2, 4, 1), 1), ((2, 2, 2), 2)):
+    mesh = sharding.make_mesh(*shape)
+    spread = jax.device_put(params, sharding.parameter_shardings(mesh, model.logical_axes(), params))
+    many, second = draw(dataclasses.replace(model, mesh=mesh), spread, mesh)
+    leaf = jax.tree.leaves(many._cache)[0]
+    assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {rows}, leaf.sharding
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(many._params))
+    for a, b in zip(first, second):
+        assert a.tokens.tolist() == b.tokens.tolist(), (a, b)
+        np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 print("equal")
 """
 

@@ -15,7 +15,7 @@ CELL = str(Path(__file__).with_name("cell.py"))
 METHODS = ("grpo", "sdar", "rlsd")
 
 
-def small(*methods: str, name: str = "small", rules=(), warm_start: str = "", **keys: Any):
+def small(*methods: str, name: str = "small", rules=(), warm_start: str = "", **keys: Any) -> Any:
     """Settings of a study with one environment and one model."""
     points = prod(axis("env", "alfworld"), axis("model", "tiny"), axis("method", *(methods or METHODS)))
     values = settings(name, Grid(points, f"{CELL}:{{method}}", tuple(rules), warm_start))

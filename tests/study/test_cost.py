@@ -40,8 +40,16 @@ def seen(tmp_path):
     [
         ({}, (60 + 100 * 20) / 3600, "1 run of the same cell"),
         ({"method": "sdar"}, (60 + 100 * 30) / 3600, "1 run of the same cell"),
-        ({"model": "large", "method": "sdar"}, (60 + 100 * 80 * 1.5) / 3600, "1 run of the same environment and model, scaled"),
-        ({"method": "rlsd"}, (60 + 100 * (20 + 20) / 2) / 3600, "2 runs of the same environment and model, other methods"),
+        (
+            {"model": "large", "method": "sdar"},
+            (60 + 100 * 80 * 1.5) / 3600,
+            "1 run of the same environment and model, scaled",
+        ),
+        (
+            {"method": "rlsd"},
+            (60 + 100 * (20 + 20) / 2) / 3600,
+            "2 runs of the same environment and model, other methods",
+        ),
         ({"env": "webshop", "model": "large"}, (60 + 100 * 160) / 3600, "1 run of the same environment, other models"),
         ({"env": "searchqa"}, None, "unknown"),
     ],

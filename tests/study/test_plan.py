@@ -13,7 +13,7 @@ from experiments import mini_study, smoke_study
 from experiments import study as full_study
 from sdjax import config as config_lib
 from sdjax.errors import ConfigError, RunDirError
-from sdjax.study import rule
+from sdjax.study import Grid, rule
 from tests.study.studies import METHODS, path_of, plan, small, write_progress
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,12 @@ def test_cells_have_the_settings_of_the_study(whole, env):
         *(train["kl_coef"], train["warmup_share"], evaluation["temperature"], evaluation["panel"]),
     )
     assert found == _SETTINGS[env]
-    assert (train["steps"], train["group_size"], rollout["response_tokens"], train["learning_rate"]) == (100, 8, 512, 1e-6)
+    assert (train["steps"], train["group_size"], rollout["response_tokens"], train["learning_rate"]) == (
+        100,
+        8,
+        512,
+        1e-6,
+    )
     assert (train["entropy_coef"], train["dual_clip"], rollout["temperature"]) == (0.001, 3.0, 1.0)
     assert (evaluation["every"], evaluation["final_seeds"], evaluation["final_temperature"]) == (5, 8, 0.4)
     assert config["method"]["name"] == "pcsd" and config["env"]["name"] == env and config["mesh"]["fsdp"] == 8
@@ -115,7 +120,9 @@ def test_planning_twice_gives_the_same_bytes(tmp_path):
 
 def test_seeds_and_overrides_multiply_and_change_every_cell(tmp_path):
     manifest = plan(small(seeds=3, overrides="train.steps=7 eval.every=3"), tmp_path)
-    assert [entry.cell for entry in manifest.entries[:3]] == [f"alfworld-tiny-grpo{s}" for s in ("", "-seed1", "-seed2")]
+    assert [entry.cell for entry in manifest.entries[:3]] == [
+        f"alfworld-tiny-grpo{s}" for s in ("", "-seed1", "-seed2")
+    ]
     configs = [json.loads((tmp_path / entry.config_file).read_text()) for entry in manifest.entries]
     assert [config["seed"] for config in configs] == [0, 1, 2] * 3
     assert all(config["train"]["steps"] == 7 and config["eval"]["every"] == 3 for config in configs)
@@ -176,24 +183,25 @@ def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
     broken.write_text("def get_config(_=''):\n    return 1 / 0\n")
     for path, message in ((broken, "ZeroDivisionError"), (tmp_path / "none.py", "none.py")):
         values = small()
-        values.grid = type(values.grid)(values.grid.points, str(path))
+        values.grid = Grid(values.grid.points, str(path))
         with pytest.raises(ConfigError, match=rf"method=grpo.*{message}"):
             plan(values, tmp_path / "study")
 
 
 def test_an_axis_that_the_config_asks_for_must_exist(tmp_path):
     values = small()
-    values.grid = type(values.grid)(values.grid.points, "x.py:{size}")
+    values.grid = Grid(values.grid.points, "x.py:{size}")
     with pytest.raises(ConfigError, match="asks for an axis that the grid lacks"):
         plan(values, tmp_path)
 
 
 def test_the_same_cell_twice_is_refused(tmp_path):
     values = small()
-    values.grid = type(values.grid)(values.grid.points + values.grid.points[:1], values.grid.config)
+    points = values.grid.points
+    values.grid = Grid(points + points[:1], values.grid.config)
     with pytest.raises(ConfigError, match="more than once: alfworld-tiny-grpo"):
         plan(values, tmp_path)
-    values.grid = type(values.grid)(values.grid.points, values.grid.config.replace("{method}", "grpo"))
+    values.grid = Grid(values.grid.points, values.grid.config.replace("{method}", "grpo"))
     with pytest.raises(ConfigError, match="more than once"):
         plan(values, tmp_path)
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from sdjax import jsonl
 from sdjax.errors import ConfigError
+from sdjax.study import Grid, needs, rule, status
 from sdjax.study import manifest as manifests
-from sdjax.study import needs, rule, status
 from sdjax.study.command import Options, execute
 from sdjax.study.run import Runner, _slots
 from sdjax.train.rundir import RunDir
@@ -167,9 +167,13 @@ def test_a_config_that_changed_since_the_plan_is_not_run(tiny_model, tmp_path):
     cell = tmp_path / "cell.py"
     cell.write_text(Path(CELL).read_text())
     values = _study(tiny_model, "grpo")
-    values.grid = type(values.grid)(values.grid.points, f"{cell}:{{method}}")
+    values.grid = Grid(values.grid.points, f"{cell}:{{method}}")
     manifest = plan(values, tmp_path / "study")
-    cell.write_text(cell.read_text().replace("train.steps", "train.kl_coef, train.steps").replace("= 2, 2, 2, 8", "= 0.5, 2, 2, 2, 8"))
+    cell.write_text(
+        cell.read_text()
+        .replace("train.steps", "train.kl_coef, train.steps")
+        .replace("= 2, 2, 2, 8", "= 0.5, 2, 2, 2, 8")
+    )
     code, text = _run(manifest)
     assert code == 1 and "has changed since the plan" in text
     cell.write_text("def get_config(_):\n    return None\n")

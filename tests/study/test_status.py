@@ -144,7 +144,7 @@ def test_the_table_has_every_run_and_the_totals(planned):
 
 
 def test_the_command_reads_files_and_changes_none(planned):
-    manifest, workdir = planned
+    workdir = planned[1]
     _lock(_started(planned))
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
     command = [sys.executable, "-X", "importtime", "-m", "sdjax.main", "--mode=study", f"--workdir={workdir}"]

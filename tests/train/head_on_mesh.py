@@ -60,8 +60,9 @@ def head_results(mesh, vocab: int, tokens: int):
 def compare_head(mesh, vocab: int, tokens: int) -> dict:
     (((loss, aux), grads), score, top), text = head_results(mesh, vocab, tokens)
     (((loss_1, aux_1), grads_1), score_1, top_1), _ = head_results(None, vocab, tokens)
+    results = re.findall(r" = (.*?) all-gather(?:-start)?\(", text)  # one array or several
     gathered = [
-        np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]\S* all-gather", text)
+        np.prod([int(n) for n in shape.split(",")]) for x in results for shape in re.findall(r"\[([\d,]+)\]", x)
     ]
     return {
         "loss": abs(loss / loss_1 - 1),

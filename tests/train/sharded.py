@@ -1,7 +1,8 @@
 """One GRPO step of a tiny model on a mesh of virtual devices, and what its program sends between them.
 
 Run by tests in a process of its own, because the number of devices is fixed when JAX starts:
-``python -m tests.train.sharded OUT FAMILY MESH...`` with meshes such as 1,8,1. Writes OUT/<mesh>.npz.
+``python -m tests.train.sharded OUT FAMILY MESH...`` with meshes such as 1,8,1 writes OUT/<mesh>.npz. Other forms: OUT
+FAMILY compile MESH REMAT, and OUT placement.
 """
 
 import dataclasses
@@ -20,13 +21,17 @@ from sdjax import sharding
 from sdjax.config import TrainConfig
 from sdjax.methods.base import Coefficients, RowBatch
 from sdjax.methods.registry import MethodConfig, config_class
+from sdjax.models import hf
 from sdjax.models.base import Model
 from sdjax.models.config import ModelConfig
 from sdjax.models.dense import DenseModel
+from sdjax.models.hf import save_checkpoint
 from sdjax.models.qwen3_5 import Qwen35Model
 from sdjax.models.qwen3_5_config import FULL, LINEAR, Qwen35Config
+from sdjax.train.checkpoints import Checkpoints
 from sdjax.train.optimize import Optimizer
 from sdjax.train.packing import Sequences
+from sdjax.train.teacher_weights import Reference, TeacherWeights
 from sdjax.train.update import Updater
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +40,8 @@ TRAIN = TrainConfig(minibatch_rows=N, pack_length=48, pack_rows=8, loss_slots=12
 # No two weights have the same shape, whole or halved, so that a shape in a program tells what it is.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 104, "heads": 12, "kv_heads": 4, "head_dim": 12,
-    "max_positions": 128, "eos_token_ids": (0,), "pad_token_id": 0, "initializer_range": 0.2,
+    "max_positions": 128, "eos_token_ids": (0,), "pad_token_id": 0, "initializer_range": 0.1,
+    "rms_eps": 1e-2,  # a random state gives outputs near 0, whose norm would blow rounding up
 }  # fmt: skip
 
 
@@ -92,9 +98,7 @@ def step(family: str, mesh: tuple[int, int, int]) -> dict[str, np.ndarray]:
     scales = optimizer._scales(batch, np.arange(N), Coefficients(), 1)
     zeros = jax.tree.map(jnp.zeros_like, params)
     grads, sums = optimizer._accumulate(params, zeros, np.arange(N), batch, fields, sequences, scales)
-    state, _ = optimizer.update(
-        state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=5e-4
-    )
+    state, _ = optimizer.update(state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=5e-4)
     for tree in (grads, state["params"], state["opt"][0].mu):
         wrong = jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, x.ndim), tree, params)
         assert all(jax.tree.leaves(wrong)), "gradients and moments lie where the parameters lie"
@@ -106,6 +110,79 @@ def step(family: str, mesh: tuple[int, int, int]) -> dict[str, np.ndarray]:
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(jax.device_get(tree))[0]
+
+
+def load_weights(folder: Path) -> None:
+    """A checkpoint is read straight onto a mesh: no device ever holds more than its part of anything."""
+    model = make_model("qwen3_5")
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.standard_normal(x.shape).astype(np.float32), model.shapes())
+    save_checkpoint(folder, model, params)
+    largest: list[float] = []
+    set_layer = hf._set_layer
+
+    def spy(stack, value, index, place):
+        for x in (stack, value):
+            assert len(x.addressable_shards) == 8
+            largest.append(max(shard.data.size for shard in x.addressable_shards) / x.size)
+        assert value.ndim == stack.ndim - 1
+        return set_layer(stack, value, index, place)
+
+    for mesh, part in (((1, 8, 1), 1 / 8), ((2, 2, 2), 1 / 4), ((1, 2, 4), 1 / 8)):
+        devices = sharding.make_mesh(*mesh)
+        places = sharding.parameter_shardings(devices, model.logical_axes(), model.shapes())
+        for dtype in (None, "bfloat16"):
+            largest.clear()
+            hf._set_layer = spy
+            loaded = hf.load_params(folder, model, dtype=dtype, shardings=places)
+            hf._set_layer = set_layer
+            wide = [x for x in largest if x <= part]
+            assert len(wide) > len(largest) // 3  # the others are norms, and gates that only "tensor" divides
+            plain = hf.load_params(folder, model, dtype=dtype)
+            for x, y, place in zip(*map(jax.tree.leaves, (loaded, plain, places)), strict=True):
+                assert x.sharding == place and x.dtype == y.dtype
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+            kernel = loaded["linear_layers"]["mlp"]["gate"]["kernel"]
+            assert {shard.data.size / kernel.size for shard in kernel.addressable_shards} == {part}
+
+
+def move_checkpoints(folder: Path) -> None:
+    """A state saved on one mesh is restored, bit for bit, onto others and onto one device."""
+    saved = None
+    for number, mesh in enumerate(((1, 8, 1), (1, 4, 2), (1, 1, 1), (2, 2, 2))):
+        model, params, devices = place(make_model("dense"), mesh)
+        state = make_step(model, devices)[0].init(params)
+        checkpoints = Checkpoints(folder, keep=5, asynchronous=False)
+        if saved is None:
+            random = np.random.default_rng(1)
+            drawn = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), state)  # noqa: B023
+            state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), drawn, state)
+            saved = jax.device_get(state)
+        else:
+            like, state = state, checkpoints.restore(number - 1, checkpoints.abstract(state))
+            for x, y, z in zip(*map(jax.tree.leaves, (state, saved, like)), strict=True):
+                assert x.sharding.is_equivalent_to(z.sharding, x.ndim)
+                assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        checkpoints.save(number, state, {"step": number})
+        checkpoints.close()
+
+
+def park_reference() -> None:
+    """Weights in host memory score bit for bit as on the devices, and are divided there too."""
+    model, params, devices = place(make_model("dense"), (1, 4, 2))
+    _, optimizer = make_step(model, devices)
+    sequences = make_data()[2]
+    expected = optimizer.score(params, sequences, (N, L))
+    host = Reference(params, "host")
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(host._waiting)} == {"pinned_host"}
+    for x, y in zip(*map(jax.tree.leaves, (host._waiting, params))):
+        assert x.sharding.spec == y.sharding.spec
+    for reference in (host, Reference(params, "device")):
+        moved = reference.on_device()
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(moved)} == {"device"}
+        assert optimizer.score(moved, sequences, (N, L)).tobytes() == expected.tobytes()
+    weights = TeacherWeights("init", 0.9)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(weights.current(None, host))} == {"device"}
 
 
 def compile_gradient(family: str, mesh: tuple[int, int, int], remat: str) -> None:
@@ -149,6 +226,11 @@ def run(arguments: list[str], *, devices: int = 8, flags: str = "", module: str 
 
 
 def main(out: str, family: str, *rest: str) -> None:
+    if family == "placement":
+        load_weights(Path(out) / "model")
+        move_checkpoints(Path(out) / "checkpoints")
+        park_reference()
+        return
     if rest[0] == "compile":
         compile_gradient(family, _mesh(rest[1]), rest[2])
         return

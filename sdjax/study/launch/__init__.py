@@ -53,9 +53,7 @@ def write(
     if chosen is None:
         raise ConfigError(f"--launcher={launcher!r}.", f"use one of {', '.join(LAUNCHERS)}.")
     if not entries:
-        raise ConfigError(
-            "the manifest holds no runs.", "plan a study that has some (--study=plan), or choose --cells."
-        )
+        raise ConfigError("there are no runs to launch.", "plan a study that has some, or choose other --cells.")
     batch = Batch(manifest, tuple(entries), workdir, _grace_s(entries, workdir) + _SPARE_S)
     files = chosen.files(batch, _options(chosen.options, options, launcher))
     folder = workdir / FOLDER / launcher

@@ -5,6 +5,7 @@ of keys and values, K and V their sizes. Signatures are those that SGLang 0.5.23
 """
 
 import importlib.machinery
+import itertools
 import sys
 
 import torch
@@ -27,7 +28,7 @@ def causal_conv1d_fn_cpu(
     channels, width = weight.shape
     out = torch.empty_like(x)
     bounds = query_start_loc.tolist()
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end <= begin:
             continue
         slot = int(cache_indices[i])
@@ -80,7 +81,7 @@ def chunk_gated_delta_rule_cpu(
     values, decay, strength = v[0].float(), g[0].float(), beta[0].float()
     out = torch.empty_like(v)
     bounds = cu_seqlens.tolist()
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         slot = int(initial_state_indices[i])
         state = initial_state[slot].float()
         for t in range(begin, end):
