@@ -1,10 +1,18 @@
-"""The peer of ``benchmarks.qwen3_5``: one training step of transformers' Qwen3.5 in PyTorch."""
+"""The peer of ``benchmarks.qwen3_5``: one training step of transformers' Qwen3.5 in PyTorch.
 
+    python -m benchmarks.peer_torch 2b --length=8192
+
+A process of its own: JAX would hold the memory of the accelerator. Prints one JSON object.
+"""
+
+import argparse
+import json
 import time
 
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from benchmarks.qwen3_5 import config as config_of
 from sdjax.models.qwen3_5_config import Qwen35Config, write_config
 
 
@@ -35,3 +43,18 @@ def train_step_seconds(config: Qwen35Config, length: int, steps: int = 2) -> flo
         assert torch.isfinite(loss)
         times.append(time.perf_counter() - begin)
     return min(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="2b, 4b, 9b or tiny")
+    parser.add_argument("--length", type=int, default=8192)
+    a = parser.parse_args()
+    seconds = train_step_seconds(config_of(a.model), a.length)
+    print(
+        json.dumps({"model": a.model, "torch": torch.__version__, "ms": 1e3 * seconds, "tokens_s": a.length / seconds})
+    )
+
+
+if __name__ == "__main__":
+    main()

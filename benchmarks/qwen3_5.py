@@ -6,7 +6,7 @@
 
 Every share is taken against ceilings of the same run: a large bfloat16 matrix product and a large copy. MFU counts the
 model's own operations (three times the forward pass), none of recomputation. A run whose loss is not finite is not
-timed: the same program runs faster on NaN.
+timed: the same program runs faster on NaN. ``benchmarks.peer_torch`` takes the same training step in PyTorch.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from sdjax.models.shapes import SHAPES
 from sdjax.rollout import embedded_steps as steps
 from sdjax.train.update import Scales, Updater
 
-PARTS = ("ceilings", "attention", "score", "train", "decode", "peer")
+PARTS = ("ceilings", "attention", "score", "train", "decode")
 
 
 def config(name: str) -> Qwen35Config:
@@ -280,17 +280,6 @@ class Bench:
         record = {"ms": 1e3 * seconds, "tokens_s": rows / seconds, "gigabytes": moved / 1e9}
         return record | {"floor_ms": 1e3 * floor, "share_of_floor": floor / seconds}
 
-    def peer(self, name: str) -> None:
-        """The same training step in PyTorch: transformers' model, gradient checkpointing, fused AdamW, one row."""
-        self.row(f"peer torch {name} 1 row", partial(self._peer, name))
-
-    def _peer(self, name: str) -> dict[str, Any]:
-        from benchmarks.peer_torch import train_step_seconds
-
-        length = 8192 if self.accelerator else 64
-        seconds = train_step_seconds(config(name), length)
-        return {"ms": 1e3 * seconds, "tokens_s": length / seconds}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -314,7 +303,7 @@ def main() -> None:
     if "attention" in parts:
         bench.attention()
     for name in a.models.split(","):
-        for part in ("decode", "score", "train", "peer"):
+        for part in ("decode", "score", "train"):
             if part in parts:
                 getattr(bench, part)(name)
 
