@@ -4,7 +4,9 @@
 close it, set the label, empty the prefix cache until the server accepts that, continue. A ``Transfer`` only sends.
 """
 
+import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -151,14 +153,29 @@ class DiskTransfer:
 
 
 def make_folder(parent: str | Path) -> Path:
-    """A new folder of this process below ``parent``.
+    """A new folder of this process below ``parent``; those of processes that were killed on this host are removed.
 
     Raises:
       EngineError: it cannot be made.
     """
+    prefix = f"sdjax-weights-{socket.gethostname()}-"
     try:
-        return Path(tempfile.mkdtemp(prefix="sdjax-weights-", dir=parent))
+        for folder in Path(parent).glob(prefix + "*"):
+            owner = folder.name.removeprefix(prefix).split("-")[0]
+            if owner.isdigit() and not _alive(int(owner)):
+                shutil.rmtree(folder, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
     except OSError as error:
         raise EngineError(
             f"no folder for weights can be made in {parent}: {error}", "set rollout.sglang.folder."
         ) from error
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -43,7 +43,8 @@ def small_batch(returns, success=None):
     n = 2 * len(returns)
     ret = np.repeat(np.asarray(returns, np.float32), 2)
     won = ret > 0 if success is None else np.repeat(success, 2)
-    rows = {f.name: getattr(batch, f.name)[:n] for f in dataclasses.fields(batch) if f.name[-2:] in ("_N", "NL")}
+    arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name[-2:] in ("_N", "NL")}
+    rows = {name: x[:n] for name, x in arrays.items() if x is not None}
     rows |= {"return_N": ret, "success_N": won, "views": {}}
     return dataclasses.replace(batch, **rows)
 

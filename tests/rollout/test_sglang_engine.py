@@ -243,6 +243,18 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         DiskTransfer(MODEL, "bfloat16", tmp_path / "nowhere")
 
 
+def test_weights_of_killed_processes_are_removed(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    prefix = f"sdjax-weights-{socket.gethostname()}-"
+    for pid in (gone.pid, os.getpid()):
+        (tmp_path / f"{prefix}{pid}-x").mkdir()
+    (tmp_path / "sdjax-weights-elsewhere-1-x").mkdir()
+    made = sglang_sync.make_folder(tmp_path)
+    left = {"sdjax-weights-elsewhere-1-x", f"{prefix}{os.getpid()}-x", made.name}
+    assert {folder.name for folder in tmp_path.iterdir()} == left
+
+
 def test_episodes_keep_to_one_server(tmp_path):
     with Fake() as one, Fake() as two:
         engine = make_engine([one, two], tmp_path)

@@ -98,7 +98,7 @@ def step(family: str, mesh: tuple[int, int, int]) -> dict[str, np.ndarray]:
     scales = optimizer._scales(batch, np.arange(N), Coefficients(), 1)
     zeros = jax.tree.map(jnp.zeros_like, params)
     grads, sums = optimizer._accumulate(params, zeros, np.arange(N), batch, fields, sequences, scales)
-    state, _ = optimizer.update(state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=5e-4)
+    state, _ = optimizer.update(state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=1e-4)
     for tree in (grads, state["params"], state["opt"][0].mu):
         wrong = jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, x.ndim), tree, params)
         assert all(jax.tree.leaves(wrong)), "gradients and moments lie where the parameters lie"
