@@ -253,9 +253,10 @@ def defaults(method: str = "grpo", **method_fields: Any) -> Any:
     """
     from sdjax.methods import registry
 
-    values = _plain(RunConfig())
+    # Tuples stay tuples: the command line can override those, and no lists.
+    values = _plain(RunConfig(), tuple)
     settings = registry.config_class(method)
-    values["method"] = {"name": method, **_plain(settings()), **_placeholders(settings), **method_fields}
+    values["method"] = {"name": method, **_plain(settings(), tuple), **_placeholders(settings), **method_fields}
     return ml_collections.ConfigDict(values)
 
 
@@ -318,11 +319,11 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> li
     return lines
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, sequence: type = list) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: _plain(getattr(value, f.name), sequence) for f in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return sequence(_plain(item, sequence) for item in value)
     return value
 
 

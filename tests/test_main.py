@@ -94,3 +94,9 @@ def test_demos_are_written_once_and_kept(tmp_path):
     assert (tmp_path / "demos.jsonl").read_bytes() == first
     other = call(*arguments, "--config.sft.noise=0.0", f"--workdir={tmp_path}")
     assert other.returncode == 1 and "started with another config" in other.stderr
+
+
+def test_a_tuple_is_overridden_on_the_command_line(tmp_path):
+    override = '--config.rollout.sglang.command=("launch/sglang_cpu", "--fast")'
+    done = call("--config=experiments/quickstart.py:grpo", f"--workdir={tmp_path}", override, "--config.train.steps=-1")
+    assert "train.steps" in done.stderr and "command" not in done.stderr, done.stderr

@@ -35,6 +35,7 @@ from sdjax.train.teacher_weights import Reference, TeacherWeights
 from sdjax.train.update import Updater
 
 ROOT = Path(__file__).parents[2]
+LEARNING_RATE = 1e-4
 N, L, VOCAB = 24, 6, 50  # a vocabulary that no mesh divides
 TRAIN = TrainConfig(minibatch_rows=N, pack_length=48, pack_rows=8, loss_slots=12, kl_coef=0.05, entropy_coef=0.01)
 # No two weights have the same shape, whole or halved, so that a shape in a program tells what it is.
@@ -98,7 +99,9 @@ def step(family: str, mesh: tuple[int, int, int]) -> dict[str, np.ndarray]:
     scales = optimizer._scales(batch, np.arange(N), Coefficients(), 1)
     zeros = jax.tree.map(jnp.zeros_like, params)
     grads, sums = optimizer._accumulate(params, zeros, np.arange(N), batch, fields, sequences, scales)
-    state, _ = optimizer.update(state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=1e-4)
+    state, _ = optimizer.update(
+        state, batch, adv_NL, sequences, Coefficients(), step=1, seed=0, learning_rate=LEARNING_RATE
+    )
     for tree in (grads, state["params"], state["opt"][0].mu):
         wrong = jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, x.ndim), tree, params)
         assert all(jax.tree.leaves(wrong)), "gradients and moments lie where the parameters lie"

@@ -21,6 +21,7 @@ def test_every_mesh_computes_the_step_of_one_device(family, tmp_path):
     scale = max(np.abs(x).max() for name, x in expected.items() if name.startswith("grads/"))
     for mesh in MESHES:
         found = dict(np.load(tmp_path / f"{mesh}.npz"))
+        certain = total = 0
         assert found.keys() == expected.keys()
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-6, atol=3e-6)
@@ -28,7 +29,12 @@ def test_every_mesh_computes_the_step_of_one_device(family, tmp_path):
             if name.startswith("grads/"):
                 np.testing.assert_allclose(found[name], x, rtol=1e-4, atol=1e-6 * scale, err_msg=f"{mesh} {name}")
             if name.startswith("params/"):
-                np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-5, err_msg=f"{mesh} {name}")
+                # Adam divides by the size of the gradient: one that is all rounding may move its parameter either way.
+                sure = np.abs(expected[name.replace("params/", "grads/")]) > 1e-5 * scale
+                apart = np.abs(found[name] - x)
+                assert (apart <= np.where(sure, 1e-5, 2 * sharded.LEARNING_RATE)).all(), (mesh, name, apart.max())
+                certain, total = certain + sure.sum(), total + sure.size
+        assert certain > 0.8 * total
 
 
 @pytest.mark.slow
