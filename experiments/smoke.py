@@ -44,6 +44,6 @@ def get_config(arguments: str = "alfworld,grpo"):
     teacher.bank, teacher.privileged_tokens = BANKS.get(name, name), 2048
     teacher.reflection_tokens, teacher.reflection_observation_chars = 24, 60
     config.eval.every, config.eval.panel, config.eval.final_seeds = 1, PANELS[name], 2
-    config.sft.episodes, config.sft.steps, config.sft.batch_rows, config.sft.learning_rate = 64, 60, 16, 2e-2
+    config.sft.episodes, config.sft.steps, config.sft.batch_rows, config.sft.learning_rate = 64, 30, 16, 2e-2
     config.save.every, config.save.keep = 1, 1
     return config
