@@ -59,7 +59,12 @@ class Slurm:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}
+        # Manifests of the tests have a root of their own, from which the package would not be found.
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": _PATH,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
 
     def call(self, *command: str) -> str:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
