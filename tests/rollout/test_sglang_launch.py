@@ -54,7 +54,11 @@ def test_all_servers_end_with_the_script(tmp_path, number):
     fake.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import time; time.sleep(60)'\n")
     fake.chmod(0o755)
     script = subprocess.Popen(
-        [SCRIPT, "--model=/m", "--engines=2", f"--python={fake}"], stdout=subprocess.DEVNULL, start_new_session=True
+        [SCRIPT, "--model=/m", "--engines=2", f"--python={fake}"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell that was started in the background hands Ctrl-C on as ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while len(children := psutil.Process(script.pid).children()) < 2:
         time.sleep(0.02)
