@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from sdjax.models.delta_pallas_launch import Launch, Tuning, call
+from sdjax.models.delta_pallas_launch import Tuning, block, call
 from sdjax.sharding import KERNEL
 
 TOKENS = 64  # of a program
@@ -92,17 +92,13 @@ def _specs(x_BTC: jax.Array, kernel_LC: jax.Array, columns: int):
     return grid, row, kernel, segment
 
 
-def _columns(launch: Launch, channels: int) -> int:
-    return launch.columns if channels % launch.columns == 0 else channels
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _conv(x_BTC: jax.Array, kernel_LC: jax.Array, segment_BT: jax.Array, tuning: Tuning) -> jax.Array:
     return _forward(x_BTC, kernel_LC, segment_BT, tuning)[0]
 
 
 def _forward(x_BTC, kernel_LC, segment_BT, tuning):
-    columns = _columns(tuning.conv, x_BTC.shape[2])
+    columns = block(tuning.conv.columns, x_BTC.shape[2])
     grid, row, kernel, segment = _specs(x_BTC, kernel_LC, columns)
     (out,) = call(
         _forward_kernel, "short_conv", tuning.conv, tuning.interpret, grid=grid,
@@ -114,7 +110,7 @@ def _forward(x_BTC, kernel_LC, segment_BT, tuning):
 
 def _backward(tuning, saved, dout_BTC):
     x_BTC, kernel_LC, segment_BT = saved
-    columns = _columns(tuning.conv, x_BTC.shape[2])
+    columns = block(tuning.conv.columns, x_BTC.shape[2])
     grid, row, kernel, segment = _specs(x_BTC, kernel_LC, columns)
     (L, C), (B, parts) = kernel_LC.shape, (x_BTC.shape[0], grid[1])
     share = pl.BlockSpec((None, 1, L, columns), lambda c, t, b: (b, t, 0, c))

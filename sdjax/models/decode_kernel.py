@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from sdjax.errors import ModelError
+
 BLOCK = 64  # keys read at a time
+_BLOCK_BYTES = 2**15  # of keys at a time: with values, and the next of both, 128 KiB of shared memory
 _MIN_GROUP = 16  # smallest side of a matrix product on tensor cores; a smaller group of query heads is filled up
 
 
@@ -61,11 +64,16 @@ def decode_attention(
     stages: int = 2,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See ``sdjax.models.attention.decode_attention``."""
+    """See ``sdjax.models.attention.decode_attention``. Raises ModelError for heads that the kernel lacks."""
     S, _, H, K = q_S1HK.shape
+    if K & (K - 1) and not interpret:
+        raise ModelError(
+            f"the kernel of decoding takes heads of 16, 32, 64, ... channels, not {K}.", 'use model.attention = "xla".'
+        )
     length, J = k_RLJK.shape[1:3]
     group = max(_MIN_GROUP, pl.next_power_of_2(H // J))
     dtype = k_RLJK.dtype
+    block = min(block, max(_MIN_GROUP, _BLOCK_BYTES // (K * dtype.itemsize)))
     q_SJGK = (q_S1HK[:, 0] * (K**-0.5)).astype(dtype).reshape(S, J, H // J, K)
     q_SJGK = jnp.pad(q_SJGK, ((0, 0), (0, 0), (0, group - H // J), (0, 0)))
     new_k_SJK, new_v_SJK = new_k_S1JK[:, 0].astype(dtype), new_v_S1JK[:, 0].astype(dtype)

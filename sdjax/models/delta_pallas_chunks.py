@@ -270,6 +270,17 @@ class _Layout:
     def numbers(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, self.N), lambda h, n, b: (b, h, 0))
 
+    def of_prepare(self, k, v, g, beta, segment) -> list[tuple[jax.Array, pl.BlockSpec]]:
+        """What ``prepare`` reads, and its derivative too."""
+        specs = self.key_heads(), self.heads(self.E), self.heads(), self.heads(), self.tokens()
+        return list(zip((k, v, g, beta, segment), specs))
+
+    def of_output(self, q, k, g, segment, before, x) -> list[tuple[jax.Array, pl.BlockSpec]]:
+        """What ``output`` reads, and its derivative too."""
+        keys, state = self.key_heads(), self.chunks(self.K, self.E)
+        specs = keys, keys, self.heads(), self.tokens(), state, self.chunks(self.C, self.E)
+        return list(zip((q, k, g, segment, before, x), specs))
+
     def row_array(self, *size: int, dtype=jnp.float32):
         """Array and block spec of an output that lies like the inputs."""
         return jax.ShapeDtypeStruct((self.B, self.N, self.C, self.H, *size), dtype), self.heads(*size)
@@ -289,13 +300,7 @@ def prepare(k_BNCJK, v_BNCHE, g_BNCH, beta_BNCH, segment_BT, tuning: Tuning) -> 
         tuning.prepare,
         tuning.interpret,
         grid=at.grid,
-        inputs=[
-            (k_BNCJK, at.key_heads()),
-            (v_BNCHE, at.heads(E)),
-            (g_BNCH, at.heads()),
-            (beta_BNCH, at.heads()),
-            (segment_BT, at.tokens()),
-        ],
+        inputs=at.of_prepare(k_BNCJK, v_BNCHE, g_BNCH, beta_BNCH, segment_BT),
         outputs=[
             at.chunk_array(at.C, at.K),
             at.chunk_array(at.C, E),
@@ -316,14 +321,7 @@ def output(q_BNCJK, k_BNCJK, g_BNCH, segment_BT, before, x, tuning: Tuning) -> j
         tuning.output,
         tuning.interpret,
         grid=at.grid,
-        inputs=[
-            (q_BNCJK, at.key_heads()),
-            (k_BNCJK, at.key_heads()),
-            (g_BNCH, at.heads()),
-            (segment_BT, at.tokens()),
-            (before, at.chunks(at.K, E)),
-            (x, at.chunks(at.C, E)),
-        ],
+        inputs=at.of_output(q_BNCJK, k_BNCJK, g_BNCH, segment_BT, before, x),
         outputs=[at.row_array(E)],
     )[0]
 
@@ -340,15 +338,7 @@ def output_backward(q_BNCJK, k_BNCJK, g_BNCH, segment_BT, before, x, dout_BNCHE,
         launch,
         tuning.interpret,
         grid=at.grid,
-        inputs=[
-            (q_BNCJK, at.key_heads()),
-            (k_BNCJK, at.key_heads()),
-            (g_BNCH, at.heads()),
-            (segment_BT, at.tokens()),
-            (before, at.chunks(at.K, E)),
-            (x, at.chunks(at.C, E)),
-            (dout_BNCHE, at.heads(E)),
-        ],
+        inputs=[*at.of_output(q_BNCJK, k_BNCJK, g_BNCH, segment_BT, before, x), (dout_BNCHE, at.heads(E))],
         outputs=[
             at.chunk_array(at.C, E),
             at.chunk_array(at.K, E),
@@ -380,11 +370,7 @@ def prepare_backward(
         tuning.interpret,
         grid=at.grid,
         inputs=[
-            (k_BNCJK, at.key_heads()),
-            (v_BNCHE, at.heads(E)),
-            (g_BNCH, at.heads()),
-            (beta_BNCH, at.heads()),
-            (segment_BT, at.tokens()),
+            *at.of_prepare(k_BNCJK, v_BNCHE, g_BNCH, beta_BNCH, segment_BT),
             (inverse, at.chunks(at.C, at.C)),
             (w, tokens_K),
             (before, state),

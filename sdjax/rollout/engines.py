@@ -18,11 +18,9 @@ from sdjax.rollout import embedded_steps, sglang_client, sglang_process
 from sdjax.rollout.embedded import EmbeddedEngine
 from sdjax.rollout.engine import Engine
 from sdjax.rollout.sglang import Limits, Member, SglangEngine
-from sdjax.rollout.sglang_http import Server, on_all
+from sdjax.rollout.sglang_http import LOOPBACK, Server, on_all
 from sdjax.rollout.sglang_process import ServerProcess
 from sdjax.rollout.sglang_sync import DiskTransfer, Transfer
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def make_engine(

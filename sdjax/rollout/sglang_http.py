@@ -15,6 +15,7 @@ import httpx2
 from sdjax.errors import EngineError
 
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)  # versions that were run against; newer patch releases are tried
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MESSAGE_CHARS = 500
 
 

@@ -21,12 +21,11 @@ import torch.multiprocessing
 from sdjax.errors import ConfigError, EngineError
 from sdjax.models.base import Model, Params
 from sdjax.rollout import sglang_buckets
-from sdjax.rollout.sglang_http import Server, ServerLost, on_all
+from sdjax.rollout.sglang_http import LOOPBACK, Server, ServerLost, on_all
 from sdjax.rollout.sglang_ipc import flatten, payload
 
 _GROUP_TIMEOUT_S = 120.0
 _REFUSAL_S = 0.2  # a server that refuses an update does so at once
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class TensorTransfer:
@@ -217,6 +216,6 @@ def _broken(when: str, error: Exception) -> ServerLost:
 
 def _own_address(servers: Sequence[Server]) -> str:
     """Address of this host under which all servers reach it."""
-    if all(urlsplit(server.url).hostname in _LOOPBACK for server in servers):
+    if all(urlsplit(server.url).hostname in LOOPBACK for server in servers):
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())

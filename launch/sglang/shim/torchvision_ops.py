@@ -42,12 +42,13 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             return
         sys.meta_path.remove(self)
         import torch
+        from torch import library
 
         if torch.version.cuda is None:
-            library = torch.library.Library("torchvision", "FRAGMENT")
+            operators = library.Library("torchvision", "FRAGMENT")
             for schema in _OPERATORS:
-                library.define(schema)
-            _declared.append(library)
+                operators.define(schema)
+            _declared.append(operators)
 
 
 def install() -> None:
