@@ -155,7 +155,7 @@ def _as_json(w: "Workload", found: "Plan", compiled: "dict[str, Compiled]", gpu_
 
 
 def _print(console: Console, w: "Workload", found: "Plan", compiled: "dict[str, Compiled]", gpu_gib: float) -> None:
-    from sdjax.train.memory import HEAD, LAYERS
+    from sdjax.train.memory import HEAD, LAYERS, ROLLOUT
 
     rows = f"{w.pack_rows} rows x {w.pack_length} tokens"
     table = Table(title=f"GiB per device, mesh {w.data} x {w.fsdp} x {w.tensor}, {rows}", show_footer=True)
@@ -163,12 +163,12 @@ def _print(console: Console, w: "Workload", found: "Plan", compiled: "dict[str, 
     table.add_column("part", footer="total")
     table.add_column("GiB", justify="right", footer=f"{total:.2f}")
     table.add_column("of what", footer=verdict(total, gpu_gib))
-    smaller = min((LAYERS, HEAD), key=found.of)
-    titles = {LAYERS: "backward pass of the layers", HEAD: "vocabulary head"}
+    titles = {ROLLOUT: "rollout", LAYERS: "backward pass of the layers", HEAD: "vocabulary head"}
+    largest = max(titles, key=found.of)
     phase = None
     for part in found.parts:
         if part.phase != phase and part.phase in titles:
-            counted = "smaller, at another time: not in the total" if part.phase == smaller else "in the total"
+            counted = "in the total" if part.phase == largest else "smaller, at another time: not in the total"
             table.add_section()
             table.add_row(f"[bold]{titles[part.phase]}[/]", f"[bold]{found.of(part.phase) / _GIB:.2f}[/]", counted)
         phase = part.phase

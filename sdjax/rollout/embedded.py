@@ -46,7 +46,7 @@ class EmbeddedEngine:
       decode_chunk: tokens drawn per device call; the host looks at the results in between.
       cache_dtype: of keys and values; default is the model's compute dtype.
       mesh: spreads the slots over all its axes but 'tensor' where these divide ``slots``; each device then holds all
-        parameters in the compute dtype.
+        parameters in the compute dtype. A prefill stacks the layers for its time, which takes as much again.
       prepare: makes what the engine keeps from the trainer's parameters (default: ``embedded_steps.engine_params``).
       version: version of ``params``, recorded with each completion.
 

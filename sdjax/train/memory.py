@@ -29,8 +29,8 @@ from sdjax.train.head import CHUNK_TOKENS
 from sdjax.train.update import Scales, Updater
 
 _FLOAT32 = 4
-# When a phase of the step holds something: always, in the backward pass of the layers, or while the head runs.
-ALWAYS, LAYERS, HEAD = "always", "layers", "head"
+# When something is held: always, in the backward pass of the layers, while the head runs, or in a rollout.
+ALWAYS, LAYERS, HEAD, ROLLOUT = "always", "layers", "head", "rollout"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return self.of(ALWAYS) + self.working
+        return self.of(ALWAYS) + max(self.working, self.of(ROLLOUT))
 
 
 def plan(w: Workload) -> Plan:
@@ -135,14 +135,16 @@ def _engine(w: Workload) -> list[Part]:
     if not w.slots:
         return []
     model, parts = w.model(), w.data * w.fsdp
+    weights = model.num_params() * w.compute_bytes
     slots = w.slots // parts if w.slots % parts == 0 else w.slots
     cache = jax.eval_shape(lambda: model.init_cache(slots, w.context, w.cache_dtype))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     kv = size((cache.k, cache.v))
     return [
-        Part("engine: weights", model.num_params() * w.compute_bytes, ALWAYS, f"{w.compute_dtype}, all on each device"),
+        Part("engine: weights", weights, ALWAYS, f"{w.compute_dtype}, all on each device"),
         Part("engine: keys and values", kv, ALWAYS, f"{slots} slots of {w.context} tokens"),
         Part("engine: recurrent states", size(cache) - kv, ALWAYS, "states and convolution tails"),
+        Part("engine: layers stacked", weights, ROLLOUT, "by a prefill; its activations are not counted"),
     ]
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sdjax.errors import ModelError
 from sdjax.models.attention import decode_attention
 from sdjax.models.decode_kernel import decode_attention as kernel
 
@@ -71,3 +72,9 @@ def test_kernel_lowers_for_a_hopper_gpu():
         traced = kernel.trace(*new, *cache, shape((128,), jnp.int32), shape((128,), jnp.bool_))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "decode_attention" in text
+
+
+def test_heads_that_the_kernel_lacks_are_refused():
+    inputs = _inputs(4, 2, jnp.float32, size=24)
+    with pytest.raises(ModelError, match="not 24"):
+        kernel(*inputs, jnp.ones(5, int), jnp.ones(5, bool))

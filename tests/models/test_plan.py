@@ -12,7 +12,17 @@ from sdjax.models.config import ModelConfig, dense_config_json
 from sdjax.models.plan import main, verdict
 from sdjax.models.qwen3_5_config import FULL, LINEAR, Qwen35Config, write_config
 from sdjax.models.shapes import SHAPES
-from sdjax.train.memory import HEAD, LAYERS, Workload, layer_kinds, parameter_bytes, plan, stored_activations
+from sdjax.train.memory import (
+    ALWAYS,
+    HEAD,
+    LAYERS,
+    ROLLOUT,
+    Workload,
+    layer_kinds,
+    parameter_bytes,
+    plan,
+    stored_activations,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +111,11 @@ def test_parts_follow_what_they_depend_on(config):
     kept, half = layer_kinds(base), layer_kinds(change(tensor=2))
     assert all(b.weights < 0.51 * a.weights and b.kept < 0.9 * a.kept for a, b in zip(kept, half, strict=True))
     assert plan(change(references=2)).total - plan(base).total == parameter_bytes(base)
+    # A prefill and the gradient are never at work together: the larger counts.
+    one_row = plan(change(pack_rows=1, pack_length=16, loss_slots=1))
+    weights = next(part.bytes for part in one_row.parts if part.name == "engine: weights")
+    assert one_row.of(ROLLOUT) == weights and one_row.total == one_row.of(ALWAYS) + max(one_row.working, weights)
+    assert plan(change(slots=0)).of(ROLLOUT) == 0
 
 
 def test_what_is_stored_grows_with_each_step_towards_storing_everything():
